@@ -1,0 +1,30 @@
+"""What the project knows about each backend before importing it: adapter modes, needs, and which code it runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTER_MODES = ("none", "merged", "unmerged", "request")
+
+
+@dataclass(frozen=True)
+class BackendFacts:
+    """label: as printed. adapters: modes it can run. needs_gpu: it cannot run on the CPU at all.
+    warmup: a fresh process compiles for long unless a cache was filled before (see the warm-up rule).
+    start_s: seconds to start on a GPU, for `flexroll plan` (measured: reference figures of an H200; README)."""
+
+    label: str
+    adapters: tuple[str, ...]
+    needs_gpu: bool = False
+    warmup: bool = False
+    start_s: float = 20.0
+
+
+BACKENDS: dict[str, BackendFacts] = {
+    "flex": BackendFacts("flex", ("none", "merged", "unmerged"), warmup=True, start_s=60),
+    "transformers_generate": BackendFacts("transformers generate", ("none", "merged", "unmerged")),
+    "transformers_cb": BackendFacts("transformers CB", ("none", "merged", "unmerged")),
+    "vllm": BackendFacts("vLLM", ("none", "merged", "request"), warmup=True, start_s=130),
+    "unsloth": BackendFacts("Unsloth", ("none", "unmerged"), needs_gpu=True, start_s=60),
+}

@@ -1,0 +1,387 @@
+"""`config.yaml` as strict pydantic models: what to measure, on which model, for how long.
+
+An unknown key anywhere is an error. `load_config` is the only way in; it turns every validation problem into one
+`FlexrollError` line that names the key and, where there is a finite set of values, lists them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from flexroll.errors import FlexrollError
+from flexroll.schema.catalogue import ADAPTER_MODES, BACKENDS, LORA_TARGETS
+
+BackendName = Literal["flex", "transformers_generate", "transformers_cb", "vllm", "unsloth"]
+AdapterMode = Literal["none", "merged", "unmerged", "request"]
+Section = Literal["batch_sweep", "grpo", "options", "broke", "torch_versions"]
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.]*$"  # names become file names; "-" separates them there
+
+
+class Strict(BaseModel):
+    """Base of every model here: unknown keys are errors, instances are immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Model(Strict):
+    """The checkpoint under test.
+
+    source: hub (repo at a pinned revision), local (a folder of your own), random (weights drawn for a config.json;
+    for speed only, the text is noise).
+    """
+
+    name: str = Field(pattern=NAME, description="Label in results and folder name under models/.")
+    source: Literal["hub", "local", "random"] = "local"
+    repo: str | None = Field(None, description="hub: owner/name.")
+    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="hub: commit, 40 hex digits.")
+    path: Path | None = Field(None, description="local: checkpoint folder; random: folder or file of config.json.")
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = Field(0, description="random: seed of the weights.")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Model:
+        if self.source == "hub" and not (self.repo and self.revision):
+            raise ValueError("model source 'hub' needs repo and revision (a pinned commit)")
+        if self.source != "hub" and self.path is None:
+            raise ValueError(f"model source '{self.source}' needs path")
+        return self
+
+
+class Prompts(Strict):
+    """Where prompts come from. Every cell takes the first `batch` prompts of the same prepared list."""
+
+    source: Literal["hub", "file", "random"] = "file"
+    repo: str | None = Field(None, description="hub: dataset repository.")
+    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
+    file: str | None = Field(None, description="hub: file inside the repository (.parquet, .json or .jsonl).")
+    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="hub, file: expected hash of the file.")
+    path: Path | None = Field(None, description="file: a .json list, .jsonl or .parquet.")
+    field: str = Field("prompt", description="Column or key with the question: a string or a list of chat messages.")
+    format: Literal["chat", "text"] = "chat"
+    count: int = Field(256, ge=1, description="How many prompts to prepare.")
+    max_tokens: int = Field(1024, ge=1, description="Longer prompts are left out, and counted.")
+    lengths: tuple[int, int] = Field((60, 200), description="random: shortest and longest prompt, tokens.")
+    seed: int = Field(0, description="random: seed of lengths and tokens.")
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Prompts:
+        if self.source == "hub" and not (self.repo and self.revision and self.file):
+            raise ValueError("prompts source 'hub' needs repo, revision and file")
+        if self.source == "file" and self.path is None:
+            raise ValueError("prompts source 'file' needs path")
+        if not 1 <= self.lengths[0] <= self.lengths[1]:
+            raise ValueError("prompts lengths must be [shortest, longest] with 1 <= shortest <= longest")
+        return self
+
+
+class Adapter(Strict):
+    """The canonical LoRA adapter: made from a seed, so that every backend reads the same files.
+
+    b_std: lora_B is drawn from N(0, b_std^2). PEFT's zeros would make the adapter a no-op, and 1e-4 all but vanishes in
+    a bf16 merge (6-15 % of the weights change); 1e-2 survives it.
+    """
+
+    rank: int = Field(32, ge=1, le=512)
+    alpha: int = Field(64, ge=1)
+    targets: list[str] = Field(default_factory=lambda: list(LORA_TARGETS), min_length=1)
+    b_std: float = Field(1e-2, gt=0)
+    seed: int = 0
+
+    @field_validator("targets")
+    @classmethod
+    def _known_targets(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if name not in LORA_TARGETS:
+                raise ValueError(f"unknown target '{name}'; choose from {', '.join(LORA_TARGETS)}")
+        return value
+
+
+class Sampling(Strict):
+    """How the next token is chosen. temperature 0 is greedy and ignores the rest; top_k 0, top_p 1, min_p 0 are off."""
+
+    temperature: float = Field(0.0, ge=0)
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+
+
+class FlexOptions(Strict):
+    """Options of the flex engine. Kernel options are passed to flex_attention as they are."""
+
+    page_size: int = Field(64, description="Tokens a KV page; a power of two from 16 to 256.")
+    compile: bool = Field(True, description="False: eager flex_attention, the seed's first row.")
+    max_prefill_tokens: int = Field(2048, ge=64, description="Most prompt tokens one prefill step takes.")
+    decode_kernel_options: dict[str, bool | int | str] = Field(default_factory=dict)
+    prefill_kernel_options: dict[str, bool | int | str] = Field(default_factory=dict)
+
+    @field_validator("page_size")
+    @classmethod
+    def _power_of_two(cls, value: int) -> int:
+        if value not in (16, 32, 64, 128, 256):
+            raise ValueError("page_size must be 16, 32, 64, 128 or 256")
+        return value
+
+
+class TransformersCbOptions(Strict):
+    attention: Literal["paged|sdpa", "paged|eager"] = "paged|sdpa"
+    block_size: int = Field(32, ge=1)
+
+
+class VllmOptions(Strict):
+    gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
+    enforce_eager: bool = False
+    enable_prefix_caching: bool = False
+    cpu_kv_gib: int = Field(1, ge=1, description="KV cache on a machine without a GPU, GiB.")
+
+
+class UnslothOptions(Strict):
+    fast_inference: bool = False
+    load_in_4bit: bool = False
+
+
+class Option(Strict):
+    """A named set of engine options. A backend reads its own part; the others are the backends' defaults."""
+
+    note: str = ""
+    flex: FlexOptions = FlexOptions()
+    transformers_cb: TransformersCbOptions = TransformersCbOptions()
+    vllm: VllmOptions = VllmOptions()
+    unsloth: UnslothOptions = UnslothOptions()
+
+    def for_backend(self, backend: str) -> dict[str, Any]:
+        """The option's values as the backend reads them; {} for a backend without options."""
+        part = getattr(self, backend, None)
+        return part.model_dump() if isinstance(part, BaseModel) else {}
+
+
+class BackendUse(Strict):
+    """One line of an experiment: a backend in one or more forms. batches, stacks, sampling override the experiment's."""
+
+    backend: BackendName
+    adapters: list[AdapterMode] = Field(default_factory=lambda: ["none"], min_length=1)
+    options: list[str] = Field(default_factory=lambda: ["default"], min_length=1)
+    batches: list[int] | None = None
+    stacks: list[str] | None = None
+    sampling: str | None = None
+
+    @model_validator(mode="after")
+    def _adapter_fits_backend(self) -> BackendUse:
+        known = BACKENDS[self.backend].adapters
+        for mode in self.adapters:
+            if mode not in known:
+                raise ValueError(f"backend '{self.backend}' has no adapter mode '{mode}'; it has {', '.join(known)}")
+        return self
+
+
+class Experiment(Strict):
+    """A table of the results document: the product of batches, backends, options and stacks under one workload."""
+
+    title: str
+    section: Section
+    batches: list[int] = Field(min_length=1)
+    new_tokens: int = Field(
+        512, ge=1, description="Tokens generated a prompt; EOS is ignored unless ignore_eos is false."
+    )
+    ignore_eos: bool = True
+    sampling: str = "greedy"
+    warmup_prompts: int | None = Field(None, ge=1, description="Prompts of the warm-up round; default: the batch.")
+    rounds: int | None = Field(None, ge=1, description="Overrides repeats.rounds.")
+    stacks: list[str] = Field(min_length=1)
+    backends: list[BackendUse] = Field(min_length=1)
+
+    @field_validator("batches")
+    @classmethod
+    def _positive(cls, value: list[int]) -> list[int]:
+        if any(b < 1 for b in value):
+            raise ValueError("batches must be at least 1")
+        return value
+
+
+class Repeats(Strict):
+    sessions: int = Field(1, ge=1, description="Fresh processes a configuration.")
+    rounds: int = Field(5, ge=1, description="Measured rounds a cell and session.")
+    warmup_rounds: int = Field(1, ge=0, description="Rounds before them, recorded but excluded from every statistic.")
+
+
+class Limits(Strict):
+    start_s: float = Field(900, gt=0, description="Engine start (load, compile, capture), seconds.")
+    cell_s: float = Field(1800, gt=0, description="One cell, warm-up included, seconds.")
+
+
+class Drift(Strict):
+    """Refresh cycles of `flexroll drift`. noise_std: noise added to A and B a cycle, standing in for an optimiser step."""
+
+    cycles: int = Field(10, ge=1)
+    noise_std: float = Field(1e-3, gt=0)
+    stacks: list[str] = Field(min_length=1)
+
+
+class Requires(Strict):
+    """What the machine must have; preflight checks it before anything is downloaded or run."""
+
+    gpu: str | None = Field(None, description="Part of the GPU's name, e.g. B200; 'any' for any CUDA GPU.")
+    gpu_memory_gb: float = Field(0, ge=0)
+    disk_gb: float = Field(0, ge=0)
+
+
+class Config(Strict):
+    run: str = Field(pattern=NAME, description="Results go to results/<run>/.")
+    title: str = ""
+    model: Model
+    prompts: Prompts
+    adapter: Adapter = Adapter()
+    max_model_len: int = Field(2048, ge=16, description="Prompt and new tokens of one sequence, at most.")
+    requires: Requires = Requires()
+    repeats: Repeats = Repeats()
+    limits: Limits = Limits()
+    drift: Drift
+    seed: int = 0
+    samplings: dict[str, Sampling] = Field(default_factory=lambda: {"greedy": Sampling()})
+    options: dict[str, Option] = Field(default_factory=dict)
+    experiments: dict[str, Experiment] = Field(min_length=1)
+
+    @field_validator("samplings", "options", "experiments")
+    @classmethod
+    def _file_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        import re
+
+        for name in value:
+            if not re.match(NAME, name):
+                raise ValueError(f"'{name}' cannot be part of a file name; use letters, digits, '_' and '.'")
+        return value
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Config:
+        for key, experiment in self.experiments.items():
+            where = f"experiments.{key}"
+            for use in experiment.backends:
+                for name in use.options:
+                    if name != "default":
+                        _known(name, self.options, "option", where)
+                _known(use.sampling or experiment.sampling, self.samplings, "sampling", where)
+            for batch in experiment.batches:
+                if batch > self.prompts.count:
+                    raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {batch}")
+            if self.prompts.source != "random" and experiment.new_tokens >= self.max_model_len:
+                raise ValueError(
+                    f"{where}: new_tokens {experiment.new_tokens} leaves no room for a prompt in max_model_len {self.max_model_len}"
+                )
+        return self
+
+    def option(self, name: str) -> Option:
+        return self.options.get(name, Option())
+
+    @property
+    def stacks(self) -> list[str]:
+        """Every stack the matrix names, in order of first mention."""
+        names: list[str] = []
+        for experiment in self.experiments.values():
+            for use in experiment.backends:
+                names += use.stacks or experiment.stacks
+        return list(dict.fromkeys(names + self.drift.stacks))
+
+
+def _known(name: str, names: Any, kind: str, where: str) -> None:
+    if name not in names:
+        raise ValueError(f"{where}: unknown {kind} '{name}'{_suggest(name, list(names))}")
+
+
+def _suggest(name: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
+
+
+def known_stacks(root: Path) -> list[str]:
+    """The stacks of a tree: the folders of containers/ that hold a requirements.in."""
+    return sorted(p.parent.name for p in (root / "containers").glob("*/requirements.in"))
+
+
+def parse_config(data: Any, where: str = "config") -> Config:
+    """Validate a mapping. Raises FlexrollError with the first problem in one line."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        raise FlexrollError(f"{where}: {_explain(error, data)}") from None
+
+
+def load_config(path: Path, root: Path | None = None) -> Config:
+    """Read and validate a YAML file; with `root`, the stacks it names must exist there.
+
+    Raises:
+        FlexrollError: the file is missing, is not YAML, or holds an unknown or bad value.
+    """
+    try:
+        data = yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise FlexrollError(f"{path}: no such config file") from None
+    except yaml.YAMLError as error:
+        raise FlexrollError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise FlexrollError(f"{path}: expected a mapping of settings at the top level")
+    config = parse_config(data, str(path))
+    if root is not None:
+        check_stacks(config, root, str(path))
+    return config
+
+
+def check_stacks(config: Config, root: Path, where: str = "config") -> None:
+    known = known_stacks(root)
+    for stack in config.stacks:
+        if stack not in known:
+            raise FlexrollError(
+                f"{where}: unknown stack '{stack}'{_suggest(stack, known)} (a stack is a folder of containers/)"
+            )
+
+
+def _explain(error: ValidationError, data: Any) -> str:
+    """The first problem of a ValidationError as `key.path: what is wrong; what would be right`."""
+    first = error.errors()[0]
+    path = ".".join(str(part) for part in first["loc"])
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "extra_forbidden":
+        siblings = _fields_at(first["loc"][:-1])
+        return f"unknown key '{path}'{_suggest(str(first['loc'][-1]), siblings)}"
+    if first["type"] == "literal_error" and isinstance(first.get("input"), str):
+        expected = str(first.get("ctx", {}).get("expected", ""))
+        names = [part.strip(" '") for part in expected.replace(" or ", ", ").split(",")]
+        kind = str(first["loc"][-1])
+        return f"{path}: unknown {kind} '{first['input']}'{_suggest(first['input'], names)}"
+    return f"{path}: {message}" if path else message
+
+
+def _fields_at(loc: tuple[Any, ...]) -> list[str]:
+    """Field names of the model that lies at `loc`, walking annotations; [] where it cannot be told."""
+    model: Any = Config
+    skip = False
+    for part in loc:
+        if skip or isinstance(part, int):  # a name in a dict[str, X], a position in a list[X]: already inside X
+            skip = False
+            continue
+        fields = getattr(model, "model_fields", None)
+        if fields is None or part not in fields:
+            return []
+        annotation = fields[part].annotation
+        skip = getattr(annotation, "__origin__", None) is dict
+        model = _inner_model(annotation)
+    return list(getattr(model, "model_fields", {}))
+
+
+def _inner_model(annotation: Any) -> Any:
+    """The pydantic model inside list[X], dict[str, X] or X | None."""
+    from typing import get_args
+
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for part in get_args(annotation):
+        found = _inner_model(part)
+        if found is not None:
+            return found
+    return None
+
+
+assert set(BackendName.__args__) == set(BACKENDS) and set(AdapterMode.__args__) == set(ADAPTER_MODES)  # type: ignore[attr-defined]

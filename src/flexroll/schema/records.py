@@ -1,0 +1,154 @@
+"""The raw record of a cell, and how it is read and written.
+
+Every file is self-contained: what was asked for, where and with what it ran, every round, and how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flexroll.errors import FlexrollError
+from flexroll.schema.cells import Cell
+
+SCHEMA_VERSION = 1
+
+
+class Base(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Round(Base):
+    """One rollout of the cell's batch.
+
+    tokens: generated tokens, counted from the returned ids. wall_s: seconds around the whole call, prefill included.
+    prefill_s, decode_s: where the backend tells them apart. warmup: excluded from every statistic.
+    """
+
+    index: int
+    tokens: int = Field(ge=0)
+    wall_s: float = Field(gt=0)
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    decode_tokens: int | None = Field(
+        None, description="Tokens of decode steps, the first token of each prompt left out."
+    )
+    warmup: bool = False
+    tokens_sha256: str = Field("", description="Hash of the token ids, to see whether rounds repeat.")
+
+    @property
+    def tps(self) -> float:
+        """Tokens of this round over seconds of this round."""
+        return self.tokens / self.wall_s
+
+    @property
+    def decode_tps(self) -> float | None:
+        if not self.decode_s or self.decode_tokens is None:
+            return None
+        return self.decode_tokens / self.decode_s
+
+
+class Memory(Base):
+    """Bytes, in four parts; None where it cannot be told. On a CPU: peak_allocated and device_total are the process
+    tree's peak resident set and the machine's memory in use."""
+
+    weights: int | None = None
+    kv_reserved: int | None = None
+    peak_allocated: int | None = None
+    device_total: int | None = None
+
+
+class Coherence(Base):
+    """Cheap signs of broken text. ok is false where any of them is past its threshold; notes say which."""
+
+    ok: bool
+    distinct_ratio: float = Field(description="Distinct tokens over tokens.")
+    longest_repeat: float = Field(description="Share of the text that one repeating unit of up to 16 tokens covers.")
+    nonprintable: float = Field(description="Share of characters that are neither printable nor white space.")
+    notes: list[str] = []
+
+
+class Sample(Base):
+    prompt: str
+    text: str
+    tokens: int
+    coherence: Coherence
+
+
+class Environment(Base):
+    """Where a cell ran. packages: name -> version of what matters. image: digest, or 'not containerised'."""
+
+    stack: str
+    image: str
+    python: str
+    platform: str
+    cpu: str
+    cores: int
+    device: str
+    device_uuid: str | None = None
+    driver: str | None = None
+    device_memory_bytes: int | None = None
+    packages: dict[str, str]
+    lock_sha256: str
+    source_sha256: str
+    commit: str | None = None
+    dirty: bool | None = None
+    started: str
+
+
+class Record(Base):
+    """A raw record: results/<run>/raw/<job>/<cell>.json."""
+
+    schema_version: int = SCHEMA_VERSION
+    cell: Cell
+    status: Literal["ok", "failed", "skipped"]
+    reason: str = ""
+    rounds: list[Round] = []
+    memory: Memory = Memory()
+    environment: Environment | None = None
+    samples: list[Sample] = []
+    key: str = Field("", description="Staleness key of the cell when it was measured.")
+    prompts_sha256: str = ""
+    prompt_tokens: int = Field(0, description="Tokens of the batch's prompts.")
+    start_s: float | None = Field(None, description="Seconds to start the engine, shared by the job's cells.")
+    log: str = ""
+
+    @property
+    def measured(self) -> list[Round]:
+        return [r for r in self.rounds if not r.warmup]
+
+
+def write_json(path: Path, text: str) -> None:
+    """Write through a temporary file and rename, so that a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def write_record(path: Path, record: Record) -> None:
+    write_json(path, record.model_dump_json(indent=1) + "\n")
+
+
+def read_record(path: Path) -> Record:
+    """Read and validate a record.
+
+    Raises:
+        FlexrollError: the file is missing, cut short, or not a record; the message says how to measure it again.
+    """
+    try:
+        return Record.model_validate(json.loads(path.read_text()))
+    except FileNotFoundError:
+        raise FlexrollError(f"{path}: missing; `flexroll retry` and a new run measure it again") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise FlexrollError(
+            f"{path}: not complete JSON ({error}); `flexroll retry` and a new run measure it again"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise FlexrollError(f"{path}: not a record of this version ({where}: {first['msg']})") from None

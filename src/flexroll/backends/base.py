@@ -1,0 +1,79 @@
+"""The protocol every backend implements: start, prepare a cell, generate, tell memory, close."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flexroll.schema.config import Sampling
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What a backend needs to start, once a process.
+
+    model: checkpoint folder; adapter: PEFT folder or None; merged: folder of a checkpoint with the adapter merged in
+    (written by `flexroll merge`), for backends that merge nothing themselves. max_batch and max_model_len bound every
+    later `prepare`. option: the backend's own options, as validated by the config.
+    """
+
+    model: Path
+    adapter_mode: str  # none | merged | unmerged | request
+    adapter: Path | None
+    merged: Path | None
+    dtype: str  # bfloat16 | float32
+    device: str  # cuda | cpu
+    max_batch: int
+    max_model_len: int
+    seed: int
+    option: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Generation:
+    """Result of one call: generated ids in prompt order, without the prompt; times where the backend can tell."""
+
+    tokens: list[list[int]]
+    prefill_s: float | None = None
+    decode_s: float | None = None
+
+
+class Backend(ABC):
+    """One engine in this process.
+
+    Life: `unavailable(spec)` -> constructor (loads, compiles) -> for each cell `prepare`, then `generate` per round ->
+    `close`. Import of the heavy library happens in the constructor, never at module import.
+    """
+
+    @classmethod
+    def unavailable(cls, spec: EngineSpec) -> str | None:
+        """One line saying why this backend cannot run here (the cell is then `skipped`), or None."""
+        return None
+
+    @abstractmethod
+    def __init__(self, spec: EngineSpec) -> None: ...
+
+    def prepare(self, batch: int) -> None:
+        """Called before a cell's rounds; a backend may size its KV cache for `batch` sequences here."""
+
+    @abstractmethod
+    def generate(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+    ) -> Generation:
+        """Generate for all prompts at once. With ignore_eos exactly new_tokens a prompt.
+
+        Raises whatever the library raises; the runner records it as the cell's reason. A request the library drops
+        silently must raise here.
+        """
+
+    @abstractmethod
+    def memory(self) -> dict[str, int | None]:
+        """{"weights": bytes, "kv_reserved": bytes}; None where it cannot be told."""
+
+    def child_pids(self) -> list[int]:
+        """Processes of this engine besides the current one, for memory accounting."""
+        return []
+
+    def close(self) -> None: ...

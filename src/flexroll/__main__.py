@@ -1,0 +1,5 @@
+"""`python -m flexroll`."""
+
+from flexroll.cli import main
+
+main()

@@ -1,0 +1,74 @@
+"""What NVML says about the GPUs this process may use. Never starts CUDA."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def visible_gpus() -> list[dict[str, Any]]:
+    """[{index, name, uuid, memory_bytes, driver}] in the order CUDA would number them; [] without a GPU or driver.
+
+    CUDA_VISIBLE_DEVICES is honoured (indices or UUIDs; an empty value hides all).
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return []
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = _text(pynvml.nvmlSystemGetDriverVersion())
+        found = []
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            found.append(
+                {
+                    "index": index,
+                    "name": _text(pynvml.nvmlDeviceGetName(handle)),
+                    "uuid": _text(pynvml.nvmlDeviceGetUUID(handle)),
+                    "memory_bytes": int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                    "driver": driver,
+                }
+            )
+    except pynvml.NVMLError:
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+    return _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def memory_used(index: int, pids: set[int] | None = None) -> tuple[int | None, int | None]:
+    """(bytes in use on the GPU, bytes used by `pids`), None where NVML cannot tell (process ids of a container's
+    namespace differ from the driver's)."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        mine = [
+            p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid in (pids or set())
+        ]
+        known = [int(value) for value in mine if value]
+        return total, sum(known) if known else None
+    except pynvml.NVMLError:
+        return None, None
+
+
+def _visible(gpus: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
+    if setting is None:
+        return gpus
+    chosen = []
+    for part in (p.strip() for p in setting.split(",")):
+        match = [g for g in gpus if part and (part == str(g["index"]) or g["uuid"].startswith(part))]
+        if not match:  # CUDA ignores everything from the first bad entry on
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,68 @@
+"""What a job reads: its cells, and the model, prompts and adapter that earlier commands prepared."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexroll.bench.checkpoint import fingerprint
+from flexroll.bench.task import read_input, read_prompts
+from flexroll.errors import FlexrollError
+from flexroll.schema.cells import Job, expand, jobs
+from flexroll.schema.config import Config
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What earlier rules prepared for a job. hashes: model, prompts and, for an adapter mode, adapter."""
+
+    model: Path
+    prompts: Path
+    prompts_sha256: str
+    adapter: Path | None
+    merged: Path | None
+    hashes: dict[str, str]
+
+
+def find_job(config: Config, name: str) -> Job:
+    """The job of that name. Raises FlexrollError with the nearest name there is."""
+    found = {job.name: job for job in jobs(expand(config))}
+    if name not in found:
+        close = difflib.get_close_matches(name, found, n=1)
+        raise FlexrollError(
+            f"no job '{name}' in run {config.run}; "
+            + (f"did you mean '{close[0]}'?" if close else "see `flexroll plan`")
+        )
+    return found[name]
+
+
+def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
+    """Raises FlexrollError where an input is missing, with the command that makes it."""
+    model = read_input(work / "model.json", "model", ("path", "files"))
+    folder = root / model["path"]
+    prompts = read_prompts(work / "prompts.json")
+    largest = max(max(c.batch, c.warmup_prompts) for c in job.cells)
+    if len(prompts["prompts"]) < largest:
+        raise FlexrollError(
+            f"{work / 'prompts.json'}: {len(prompts['prompts'])} prompts, the job needs {largest}; raise prompts.count"
+        )
+    hashes = {"model": fingerprint(model["files"]), "prompts": prompts["sha256"]}
+    adapter = merged = None
+    if job.adapter != "none":
+        adapter = work / "adapter"
+        hashes["adapter"] = _adapter_hash(adapter)
+    if job.adapter == "merged" and (work / "merged" / "config.json").exists():
+        merged = work / "merged"
+    return Inputs(folder, work / "prompts.json", prompts["sha256"], adapter, merged, hashes)
+
+
+def _adapter_hash(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        try:
+            digest.update((folder / name).read_bytes())
+        except FileNotFoundError:
+            raise FlexrollError(f"{folder / name}: missing; `flexroll adapter` writes it") from None
+    return digest.hexdigest()

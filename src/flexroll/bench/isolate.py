@@ -1,0 +1,56 @@
+"""What keeps one measurement apart from the rest: the worker's environment, and a lock on the device."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from flexroll.bench.console import say
+from flexroll.bench.environment import cores
+from flexroll.provenance import SRC
+
+
+def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
+    """The worker's environment: compile caches a stack and device, no network, no user site, this package."""
+    cache = (root / ".cache" / f"{stack}-{re.sub(r'[^A-Za-z0-9.]+', '-', device)}").resolve()
+    env = dict(os.environ)
+    env |= {
+        "PYTHONPATH": str(SRC),
+        "PYTHONNOUSERSITE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "VLLM_CACHE_ROOT": str(cache / "vllm"),
+    }
+    if device == "cpu":  # a workflow's thread count, or none at all, must not decide what is measured
+        env |= {"OMP_NUM_THREADS": str(cores()), "MKL_NUM_THREADS": str(cores()), "CUDA_VISIBLE_DEVICES": ""}
+    return env
+
+
+@contextmanager
+def device_lock(root: Path, device: str) -> Iterator[None]:
+    """One measurement at a time on this tree's device, also beside a job that a killed workflow left running."""
+    folder = root / ".cache"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / f"measuring-{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say("another flexroll process is measuring here; waiting for it to end")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,149 @@
+"""`flexroll plan`: what a config will measure, for how long, and how many gigabytes it needs. Estimates, said to be so.
+
+GPU speeds are the published ones (a B200; flex and vLLM by batch, the rest at batch 32), CPU speeds rough figures of
+the embedded model on two idle cores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexroll.provenance import device_class
+from flexroll.schema.catalogue import BACKENDS
+from flexroll.schema.cells import Cell, Job, expand, jobs
+from flexroll.schema.config import Config
+
+# tok/s of a whole batch: {batch: tok/s}; between and beyond, interpolated in log-log and clamped at the ends' slope.
+GPU_TPS: dict[str, dict[int, float]] = {
+    "flex": {8: 680, 16: 1626, 32: 3134, 64: 5474, 128: 5565, 256: 5812},
+    "flex/unmerged": {64: 2683},
+    "flex/eager": {32: 450, 64: 420},
+    "vllm": {8: 1900, 16: 3698, 32: 6318, 64: 10459, 128: 14996, 256: 21170},
+    "vllm/request": {64: 7775},
+    "transformers_generate": {32: 641},
+    "transformers_cb": {32: 430},
+    "unsloth": {32: 641},
+}
+CPU_TPS: dict[str, dict[int, float]] = {
+    "flex": {2: 120, 8: 350},
+    "flex/eager": {2: 60, 8: 150},
+    "vllm": {4: 150},
+    "transformers_generate": {2: 90, 8: 330},
+    "transformers_cb": {2: 90, 8: 300},
+}
+CPU_START_S = {"flex": 25.0, "vllm": 75.0, "transformers_generate": 12.0, "transformers_cb": 12.0, "unsloth": 8.0}
+STACK_GB = {"cpu": 2.6, "cuda": 9.0}  # one stack's environment on disk
+
+
+@dataclass(frozen=True)
+class Plan:
+    """hours: engine starts, warm-ups and rounds. download_gb: weights not here yet. device_gb: weights and the largest
+    batch's KV cache of one engine, None without a config.json. disk_gb: weights, merged copy and missing stacks."""
+
+    cells: list[Cell]
+    jobs: list[Job]
+    job_hours: dict[str, float]
+    hours: float
+    download_gb: float | None
+    device_gb: float | None
+    disk_gb: float
+
+
+def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -> Plan:
+    """Expand the config and estimate it for this machine's device, or for the one it requires."""
+    cells = expand(config, stacks)
+    grouped = jobs(cells)
+    on_gpu = config.requires.gpu is not None or device_class() != "cpu"
+    hours = {job.name: job_seconds(job, on_gpu) / 3600 for job in grouped}
+    warmups = {job.engine: start_seconds(job.backend, on_gpu) for job in grouped if BACKENDS[job.backend].warmup}
+    weights = weights_gb(config, root)
+    here = config.model.source != "hub" or (root / "models" / config.model.name / "config.json").exists()
+    kv = kv_bytes_per_token(config, root)
+    largest = max((c.batch for c in cells), default=0)
+    device = None if weights is None or kv is None else weights + largest * config.max_model_len * kv / 1e9
+    kind = "cuda" if on_gpu else "cpu"
+    missing = [
+        s for s in dict.fromkeys(c.stack for c in cells) if not (root / ".stacks" / s / "bin" / "python").exists()
+    ]
+    copies = 1 + any(c.adapter == "merged" and c.backend != "flex" for c in cells)
+    return Plan(
+        cells=cells,
+        jobs=grouped,
+        job_hours=hours,
+        hours=sum(hours.values()) + sum(warmups.values()) / 3600,
+        download_gb=0.0 if here else weights,
+        device_gb=device,
+        disk_gb=copies * (weights or 0.0) + len(missing) * STACK_GB[kind],
+    )
+
+
+def job_seconds(job: Job, on_gpu: bool) -> float:
+    """Start of the engine, then every cell's warm-up and measured rounds."""
+    return start_seconds(job.backend, on_gpu) + sum(cell_seconds(cell, on_gpu) for cell in job.cells)
+
+
+def cell_seconds(cell: Cell, on_gpu: bool) -> float:
+    if BACKENDS[cell.backend].needs_gpu and not on_gpu:
+        return 0.0
+    speed = tokens_per_s(cell, on_gpu)
+    rounds = cell.rounds * cell.batch + cell.warmup_rounds * cell.warmup_prompts
+    return rounds * cell.new_tokens / speed
+
+
+def start_seconds(backend: str, on_gpu: bool) -> float:
+    return BACKENDS[backend].start_s if on_gpu else CPU_START_S.get(backend, 15.0)
+
+
+def tokens_per_s(cell: Cell, on_gpu: bool) -> float:
+    """Expected tok/s of the whole batch."""
+    table = GPU_TPS if on_gpu else CPU_TPS
+    eager = cell.backend == "flex" and cell.option_values.get("compile") is False
+    special = f"{cell.backend}/{'eager' if eager else cell.adapter}"
+    points = table.get(cell.backend) or {32: 100.0}
+    speed = _interpolate(points, cell.batch)
+    if special in table:  # scale the backend's curve so that it passes through the special form's own point
+        batch, known = next(iter(table[special].items()))
+        speed *= known / _interpolate(points, batch)
+    return speed
+
+
+def weights_gb(config: Config, root: Path) -> float | None:
+    """Size of the checkpoint: of the files that are here, else by the parameter count in its name (4B: 4e9)."""
+    folder = root / (config.model.path or Path("models") / config.model.name)
+    files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if files:
+        return sum(f.stat().st_size for f in files) / 1e9
+    match = re.search(r"(\d+(?:\.\d+)?)\s*[Bb](?![a-zA-Z])", f"{config.model.repo or ''} {config.model.name}")
+    return float(match.group(1)) * (2 if config.model.dtype == "bfloat16" else 4) if match else None
+
+
+def kv_bytes_per_token(config: Config, root: Path) -> int | None:
+    """Bytes of K and V one token takes, from config.json; None while it is not here."""
+    folder = root / (config.model.path or Path("models") / config.model.name)
+    path = folder if folder.suffix == ".json" else folder / "config.json"
+    try:
+        c = json.loads(path.read_text())
+        heads = c["num_attention_heads"]
+        head_dim = c.get("head_dim") or c["hidden_size"] // heads
+        size = 2 if config.model.dtype == "bfloat16" else 4
+        return 2 * c["num_hidden_layers"] * (c.get("num_key_value_heads") or heads) * head_dim * size
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _interpolate(points: dict[int, float], batch: int) -> float:
+    """Power law between neighbours; beyond the ends in proportion to the batch below, flat above."""
+    known = sorted(points)
+    if batch <= known[0]:
+        return points[known[0]] * batch / known[0]
+    if batch >= known[-1]:
+        return points[known[-1]] * (1.0 if len(known) > 1 else (batch / known[-1]) ** 0.7)
+    high = next(b for b in known if b >= batch)
+    low = known[known.index(high) - 1]
+    share = math.log(batch / low) / math.log(high / low)
+    return points[low] ** (1 - share) * points[high] ** share

@@ -1,0 +1,56 @@
+"""`flexroll retry`: clear what failed, is unreadable or is missing, so that the next run measures it again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from flexroll.errors import FlexrollError
+from flexroll.schema.records import read_record
+
+
+def retry(results: Path) -> list[str]:
+    """Delete the bad records of results/<run> and their jobs' manifests; a rerun keeps the good records.
+
+    Returns: one line a cleared cell, `path: why`.
+    Raises:
+        FlexrollError: there is no such run.
+    """
+    raw = results / "raw"
+    if not raw.is_dir():
+        runs = sorted(p.parent.name for p in results.parent.glob("*/raw"))
+        raise FlexrollError(f"{raw}: no such run; there are: {', '.join(runs) or 'none'}")
+    cleared = []
+    for folder in sorted(p for p in raw.iterdir() if p.is_dir()):
+        manifest = folder / "job.json"
+        bad = {path: why for path in _expected(folder, manifest) if (why := _wrong(path))}
+        for path, why in bad.items():
+            path.unlink(missing_ok=True)
+            cleared.append(f"{path.relative_to(raw)}: {why}")
+        if bad:
+            manifest.unlink(missing_ok=True)
+    return cleared
+
+
+def _expected(folder: Path, manifest: Path) -> list[Path]:
+    """The records there are and those the manifest names; a manifest that cannot be read is removed."""
+    names = {p.name for p in folder.glob("*.json")} - {manifest.name}
+    if manifest.exists():
+        try:
+            names |= set(json.loads(manifest.read_text())["cells"])
+        except (ValueError, KeyError, TypeError):
+            manifest.unlink()
+    return [folder / name for name in sorted(names)]
+
+
+def _wrong(path: Path) -> str:
+    """Why a record is to be measured again; empty for a good or a skipped one."""
+    try:
+        record = read_record(path)
+    except FlexrollError as error:
+        return (
+            "missing"
+            if not path.exists()
+            else "unreadable (" + str(error).split(";")[0].removeprefix(f"{path}: ") + ")"
+        )
+    return f"failed ({record.reason})" if record.status == "failed" else ""

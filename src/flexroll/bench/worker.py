@@ -1,0 +1,221 @@
+"""The process that runs one engine: start it, run every cell on it, tell the supervisor by one JSON line an event.
+
+Started as `python -m flexroll.bench.worker TASK_FILE EVENT_FD`. It writes no record: a process that hangs or is killed
+could not. Its exit codes: 0 all cells were tried, 3 the engine did not start, 4 a cell failed in a way that may have
+broken the engine (the supervisor starts a fresh process for the cells that are left).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import hashlib
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from flexroll.backends.base import Backend, EngineSpec
+from flexroll.bench.coherence import judge
+from flexroll.bench.memory import MemoryWatch
+from flexroll.bench.task import Task, read_prompts
+from flexroll.errors import FlexrollError, one_line
+from flexroll.schema.cells import Cell
+from flexroll.schema.records import Round, Sample
+
+SAMPLES = 3
+WARMUP_TOKENS = 16  # enough for every kernel of a decode step to have run
+
+
+def main(arguments: list[str]) -> int:
+    _die_with_parent()
+    task = Task.model_validate_json(Path(arguments[0]).read_text())
+    events = Events(int(arguments[1]))
+    try:
+        return run(task, events)
+    except BrokenPipeError:  # the supervisor is gone: nobody is left to measure for
+        return 5
+
+
+class Events:
+    """One JSON object a line, on a pipe no child process inherits."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)
+        self.fd = fd
+
+    def send(self, event: str, **values: Any) -> None:
+        data = (json.dumps({"event": event, **values}) + "\n").encode()
+        while data:
+            data = data[os.write(self.fd, data) :]
+
+
+def run(task: Task, events: Events) -> int:
+    spec = EngineSpec(**{**task.spec, **{k: _path(task.spec[k]) for k in ("model", "adapter", "merged")}})
+    prompts = [p["ids"] for p in read_prompts(task.prompts)["prompts"]]
+    begun = time.perf_counter()
+    try:
+        backend_class = load_backend(task.backend)
+        reason = backend_class.unavailable(spec)
+        if reason is not None:
+            events.send("unavailable", reason=reason)
+            return 0
+        backend = backend_class(spec)
+    except Exception as error:
+        traceback.print_exc()
+        events.send("start_failed", reason=one_line(error))
+        return 3
+    events.send("started", start_s=time.perf_counter() - begun)
+    try:
+        for index, cell in enumerate(task.cells):
+            events.send("cell", index=index)
+            if not run_cell(task.mode, backend, spec, cell, prompts, events):
+                return 4
+        events.send("finished")
+        return 0
+    finally:
+        backend.close()
+
+
+def run_cell(
+    mode: str, backend: Backend, spec: EngineSpec, cell: Cell, prompts: list[list[int]], events: Events
+) -> bool:
+    """Run one cell; False where the engine cannot be trusted with another."""
+    gc.collect()
+    batch = prompts[: cell.batch]
+    watch = MemoryWatch(spec.device, backend.child_pids)
+    tokens: list[list[int]] = []
+    try:
+        with watch:
+            backend.prepare(cell.batch)
+            if mode == "warmup":
+                _round(backend, cell, prompts[: cell.warmup_prompts], 0, True, min(cell.new_tokens, WARMUP_TOKENS))
+                _round(backend, cell, batch, 1, True, min(cell.new_tokens, WARMUP_TOKENS))
+            else:
+                for index in range(cell.warmup_rounds + cell.rounds):
+                    warm = index < cell.warmup_rounds
+                    chosen = prompts[: cell.warmup_prompts] if warm else batch
+                    done, tokens = _round(backend, cell, chosen, index, warm, cell.new_tokens)
+                    events.send("round", round=done.model_dump())
+        samples = _samples(spec.model, batch, tokens) if mode == "bench" else []
+        events.send(
+            "cell_done",
+            memory=watch.result(backend.memory()).model_dump(),
+            samples=[s.model_dump() for s in samples],
+            prompt_tokens=sum(map(len, batch)),
+        )
+        return True
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        traceback.print_exc()
+        events.send("cell_failed", reason=one_line(error), prompt_tokens=sum(map(len, batch)))
+        return isinstance(error, FlexrollError)  # said in plain words: nothing in the engine is broken
+
+
+def _round(
+    backend: Backend, cell: Cell, prompts: list[list[int]], index: int, warmup: bool, new_tokens: int
+) -> tuple[Round, list[list[int]]]:
+    """One timed rollout. More prompts than the cell's batch (a large warm-up) go in slices of the batch."""
+    tokens: list[list[int]] = []
+    wall = 0.0
+    prefill: float | None = 0.0
+    decode: float | None = 0.0
+    for first in range(0, len(prompts), cell.batch):
+        part = prompts[first : first + cell.batch]
+        begun = time.perf_counter()
+        result = backend.generate(part, cell.sampling_values, new_tokens, cell.ignore_eos, cell.seed)
+        wall += time.perf_counter() - begun
+        check_counts(result.tokens, len(part), new_tokens, cell.ignore_eos)
+        tokens += result.tokens
+        prefill = None if prefill is None or result.prefill_s is None else prefill + result.prefill_s
+        decode = None if decode is None or result.decode_s is None else decode + result.decode_s
+    total = sum(map(len, tokens))
+    done = Round(
+        index=index,
+        tokens=total,
+        wall_s=wall,
+        prefill_s=prefill,
+        decode_s=decode,
+        decode_tokens=None if decode is None else total - len(tokens),
+        warmup=warmup,
+        tokens_sha256=hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+    )
+    return done, tokens
+
+
+def check_counts(tokens: list[list[int]], prompts: int, new_tokens: int, exact: bool) -> None:
+    """Raises FlexrollError unless every prompt has its completion, of the right length."""
+    if len(tokens) != prompts:
+        raise FlexrollError(f"wrong count: {len(tokens)} completions for {prompts} prompts")
+    for index, ids in enumerate(tokens):
+        if len(ids) > new_tokens or (exact and len(ids) != new_tokens) or not ids:
+            asked = f"{new_tokens}" if exact else f"1 to {new_tokens}"
+            raise FlexrollError(f"wrong count: prompt {index} got {len(ids)} tokens, asked for {asked}")
+
+
+def load_backend(reference: str) -> type[Backend]:
+    """The class behind a name of the catalogue, `module:Class` or `file.py:Class`."""
+    if ":" not in reference:
+        return importlib.import_module("flexroll.backends").load(reference)
+    where, _, name = reference.rpartition(":")
+    if where.endswith(".py"):
+        module_spec = importlib.util.spec_from_file_location(Path(where).stem, where)
+        assert module_spec is not None and module_spec.loader is not None
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    return getattr(module, name)
+
+
+def _samples(model: Path, prompts: list[list[int]], tokens: list[list[int]]) -> list[Sample]:
+    """The first completions as text, up to the first end token (what follows was forced); [] without a tokenizer."""
+    if not (model / "tokenizer.json").exists():
+        return []
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ends = _end_tokens(model)
+    samples = []
+    for prompt, ids in list(zip(prompts, tokens, strict=False))[:SAMPLES]:
+        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+        text = tokenizer.decode(ids[:stop], skip_special_tokens=False)
+        verdict = judge(ids[:stop], text)
+        if stop < len(ids) - 1:
+            verdict.notes.append(f"end token after {stop} tokens; what was generated past it is not shown")
+        shown = tokenizer.decode(prompt, skip_special_tokens=False)
+        samples.append(Sample(prompt=shown, text=text, tokens=len(ids), coherence=verdict))
+    return samples
+
+
+def _end_tokens(model: Path) -> set[int]:
+    ends: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            value = json.loads((model / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError):
+            continue
+        ends |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
+    return ends
+
+
+def _path(value: str | None) -> Path | None:
+    return None if value is None else Path(value)
+
+
+def _die_with_parent() -> None:
+    """Linux: be terminated when the supervisor is, even by kill -9."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,346 @@
+"""One job: every cell ends with a record, whatever the engine does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flexroll.bench import process as worker_process
+from flexroll.bench import supervisor
+from flexroll.bench.coherence import judge, longest_repeat, nonprintable_share
+from flexroll.bench.inputs import find_job
+from flexroll.bench.job import bench, warmup
+from flexroll.bench.plan import make_plan
+from flexroll.bench.retry import retry
+from flexroll.errors import FlexrollError
+from flexroll.schema.config import parse_config
+from flexroll.schema.records import read_record
+
+FAKE = Path(__file__).with_name("fake_backend.py")
+JOB = "s-transformers_generate-none-default-s1"
+NEW_TOKENS = 4
+
+
+def config_data(**changes):
+    data = {
+        "run": "t",
+        "model": {"name": "m", "path": "model"},
+        "prompts": {"path": "q.json", "count": 4},
+        "drift": {"stacks": ["s"]},
+        "repeats": {"rounds": 2, "warmup_rounds": 1},
+        "limits": {"start_s": 60, "cell_s": 20},
+        "experiments": {
+            "e": {
+                "title": "E",
+                "section": "batch_sweep",
+                "batches": [1, 2, 3],
+                "new_tokens": NEW_TOKENS,
+                "stacks": ["s"],
+                "backends": [{"backend": "transformers_generate"}],
+            }
+        },
+    }
+    return data | changes
+
+
+class Tree:
+    """A tree with one stack, a model folder, and what earlier commands would have written."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.work, self.results = root, root / "work" / "t", root / "results" / "t"
+        (root / "containers" / "s").mkdir(parents=True)
+        (root / "containers" / "s" / "requirements.in").write_text("")
+        (root / "containers" / "s" / "cpu.lock").write_text("torch==0\n")
+        (root / "model").mkdir()
+        (root / "model" / "config.json").write_text('{"model_type": "qwen3", "eos_token_id": 2}')
+        self.work.mkdir(parents=True)
+        (self.work / "model.json").write_text(json.dumps({"path": "model", "files": {"config.json": "00"}}))
+        self.write_prompts(4)
+        self.log = root / "fake.log"
+
+    def write_prompts(self, count: int) -> None:
+        prompts = [{"text": "", "ids": [i + 1] * (i + 2)} for i in range(count)]
+        (self.work / "prompts.json").write_text(json.dumps({"sha256": f"p{count}", "prompts": prompts}))
+
+    @property
+    def raw(self) -> Path:
+        return self.results / "raw"
+
+    def bench(self, backend: str, **changes) -> None:
+        bench(
+            parse_config(config_data(**changes)),
+            JOB,
+            work=self.work,
+            raw=self.raw,
+            out=self.raw / JOB / "job.json",
+            root=self.root,
+            stack="s",
+            backend=f"{FAKE}:{backend}",
+        )
+
+    def path(self, batch: int) -> Path:
+        return self.raw / JOB / f"e-greedy-b{batch}.json"
+
+    def records(self):
+        return [read_record(self.path(batch)) for batch in (1, 2, 3)]
+
+    def statuses(self) -> list[str]:
+        return [record.status for record in self.records()]
+
+    def calls(self, word: str) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if line.startswith(word)]
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    tree = Tree(tmp_path)
+    monkeypatch.setenv("FAKE_LOG", str(tree.log))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(worker_process, "GRACE_S", 0.3)
+    return tree
+
+
+def test_a_good_job_has_full_records_and_a_manifest(tree):
+    tree.bench("Good")
+    for batch, record in zip((1, 2, 3), tree.records(), strict=True):
+        assert record.status == "ok" and record.reason == ""
+        assert [r.warmup for r in record.rounds] == [True, False, False]
+        assert [r.tokens for r in record.measured] == [batch * NEW_TOKENS] * 2
+        assert record.measured[0].decode_tokens == batch * (NEW_TOKENS - 1)
+        assert record.measured[0].decode_tps == pytest.approx(batch * 3 / 0.75)
+        assert record.measured[0].tokens_sha256 == record.measured[1].tokens_sha256 != ""
+        assert record.prompt_tokens == sum(i + 2 for i in range(batch)) and record.prompts_sha256 == "p4"
+        assert record.memory.weights == 10 and record.memory.kv_reserved is None
+        assert record.memory.peak_allocated > 1e6 and record.memory.device_total > 1e6
+        assert record.environment.stack == "s" and record.environment.device == "cpu" and record.start_s >= 0
+        assert (tree.results / record.log).exists()
+    manifest = json.loads((tree.raw / JOB / "job.json").read_text())
+    assert manifest["job"] == JOB and list(manifest["cells"]) == [tree.path(b).name for b in (1, 2, 3)]
+    assert {c["status"] for c in manifest["cells"].values()} == {"ok"}
+    assert len(tree.calls("start")) == 1
+
+
+def test_measured_cells_are_kept_and_a_change_of_prompts_measures_again(tree):
+    tree.bench("Good")
+    before = {batch: tree.path(batch).read_bytes() for batch in (1, 2, 3)}
+    tree.bench("NoStart")  # would fail every cell it is asked for
+    assert {batch: tree.path(batch).read_bytes() for batch in (1, 2, 3)} == before
+    tree.write_prompts(5)
+    tree.bench("Good")
+    assert all(tree.path(batch).read_bytes() != before[batch] for batch in before)
+
+
+def test_a_cut_record_and_a_failed_one_are_measured_again_the_good_one_is_not(tree):
+    tree.bench("Crashes")
+    assert tree.statuses() == ["ok", "failed", "ok"]
+    third = tree.path(3).read_bytes()
+    tree.path(1).write_bytes(tree.path(1).read_bytes()[:100])
+    tree.log.unlink()
+    tree.bench("Good")
+    assert tree.statuses() == ["ok"] * 3 and tree.path(3).read_bytes() == third
+    assert {line.split()[1] for line in tree.calls("generate")} == {"1", "2"}
+
+
+@pytest.mark.slow
+def test_a_hanging_cell_times_out_and_the_rest_goes_on(tree):
+    tree.bench("Hangs", limits={"start_s": 60, "cell_s": 3})
+    assert tree.statuses() == ["ok", "failed", "ok"]
+    assert tree.records()[1].reason.startswith("timeout: the cell took longer than 3 s")
+    for pid in (int(line.split()[1]) for line in tree.calls("hanging") + tree.calls("start")):
+        assert not alive(pid)
+
+
+@pytest.mark.slow
+def test_rounds_before_a_timeout_are_kept_and_do_not_extend_the_limit(tree):
+    tree.bench("HangsLate", limits={"start_s": 60, "cell_s": 3})
+    record = tree.records()[1]
+    assert record.status == "failed" and len(record.measured) == 1 and len(record.rounds) == 2
+
+
+def test_a_crash_names_the_signal_and_the_rest_goes_on(tree):
+    tree.bench("Crashes")
+    assert tree.statuses() == ["ok", "failed", "ok"]
+    assert "signal 9 (SIGKILL" in tree.records()[1].reason
+    assert len(tree.calls("start")) == 2
+
+
+def test_an_exception_costs_one_cell_and_the_next_gets_a_fresh_process(tree):
+    tree.bench("Raises")
+    assert tree.statuses() == ["ok", "failed", "ok"]
+    assert tree.records()[1].reason == "RuntimeError: CUDA error: an illegal memory access was encountered"
+    assert len(tree.calls("start")) == 2
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"),
+    [
+        ("Short", "wrong count: prompt 1 got 3 tokens, asked for 4"),
+        ("Drops", "wrong count: 1 completions for 2 prompts"),
+    ],
+)
+def test_wrong_token_counts_fail_the_cell_in_the_same_process(tree, backend, reason):
+    tree.bench(backend)
+    assert tree.statuses() == ["ok", "failed", "ok"] and tree.records()[1].reason == reason
+    assert len(tree.calls("start")) == 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "status", "reason"),
+    [
+        ("NoStart", "failed", "engine did not start: ValueError: no kernel image is available"),
+        ("DiesAtStart", "failed", "engine did not start: crashed: exit code 7; last words: about to go"),
+        ("HangsAtStart", "failed", "timeout: the engine took longer than 2 s to start (limits.start_s)"),
+        ("Absent", "skipped", "needs a CUDA GPU"),
+        ("Missing", "failed", "engine did not start: AttributeError"),
+    ],
+)
+def test_an_engine_that_does_not_start_leaves_a_record_for_every_cell(tree, backend, status, reason):
+    tree.bench(backend, limits={"start_s": 2 if backend == "HangsAtStart" else 30, "cell_s": 20})
+    assert tree.statuses() == [status] * 3
+    assert all(record.reason.startswith(reason) and record.environment is not None for record in tree.records())
+    assert (tree.raw / JOB / "job.json").exists()
+
+
+def test_an_engine_that_hangs_at_its_end_loses_nothing(tree, monkeypatch):
+    monkeypatch.setattr(supervisor, "CLOSE_S", 0.5)
+    tree.bench("HangsAtClose")
+    assert tree.statuses() == ["ok"] * 3
+
+
+def start_in_background(tree, backend):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from pathlib import Path; from test_bench import Tree\n"
+        "tree = Tree.__new__(Tree); tree.root = Path(sys.argv[2])\n"
+        "tree.work, tree.results = tree.root / 'work' / 't', tree.root / 'results' / 't'\n"
+        "tree.bench(sys.argv[3])\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(FAKE.parent), str(tree.root), backend], stderr=subprocess.PIPE
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_job_keeps_finished_cells_and_goes_on_from_there(tree, signum):
+    process = start_in_background(tree, "Slow")
+    wait_for(tree.path(1).exists, process)
+    process.send_signal(signum)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == (-9 if signum == signal.SIGKILL else 128 + signum), errors.decode()
+    first = tree.path(1).read_bytes()
+    worker = int(tree.calls("start")[0].split()[1])
+    wait_for(lambda: not alive(worker))
+    assert not (tree.raw / JOB / "job.json").exists() and not tree.path(3).exists()
+    tree.bench("Good")
+    assert tree.statuses() == ["ok"] * 3 and tree.path(1).read_bytes() == first
+
+
+@pytest.mark.slow
+def test_two_jobs_at_once_wait_for_each_other(tree):
+    process = start_in_background(tree, "Slow")
+    wait_for(lambda: tree.log.exists(), process)
+    tree.bench("NoStart")  # by the time it gets the lock nothing is left to do
+    assert process.wait(30) == 0 and tree.statuses() == ["ok"] * 3
+
+
+def test_warmup_runs_every_cell_briefly_and_writes_down_a_failure(tree):
+    config = parse_config(config_data())
+    out = tree.work / "warmup" / "e.json"
+    warmup(config, JOB, work=tree.work, out=out, root=tree.root, backend=f"{FAKE}:Good")
+    assert json.loads(out.read_text())["status"] == "ok"
+    assert {line.split()[1] for line in tree.calls("generate")} == {"1", "2", "3"}
+    warmup(config, JOB, work=tree.work, out=out, root=tree.root, backend=f"{FAKE}:Crashes")
+    assert json.loads(out.read_text())["status"] == "failed" and not tree.results.exists()
+
+
+def test_a_large_warm_up_goes_in_slices_of_the_batch(tree):
+    data = config_data()
+    data["experiments"]["e"] |= {"batches": [2], "warmup_prompts": 3}
+    tree.bench("Good", experiments=data["experiments"])
+    assert [line.split()[2] for line in tree.calls("generate")] == ["2", "1", "2", "2"]
+    assert read_record(tree.path(2)).rounds[0].tokens == 3 * NEW_TOKENS
+
+
+def test_missing_inputs_and_unknown_jobs_are_one_line(tree):
+    config = parse_config(config_data())
+    with pytest.raises(FlexrollError, match="did you mean 's-transformers_generate-none-default-s1'"):
+        find_job(config, "s-transformer_generate-none-default-s1")
+    tree.write_prompts(2)
+    with pytest.raises(FlexrollError, match="2 prompts, the job needs 3"):
+        tree.bench("Good")
+    (tree.work / "prompts.json").write_text('{"sha')
+    with pytest.raises(FlexrollError, match="not what `flexroll prompts` writes"):
+        tree.bench("Good")
+    (tree.work / "model.json").unlink()
+    with pytest.raises(FlexrollError, match=r"model\.json: missing; `flexroll model` writes it"):
+        tree.bench("Good")
+
+
+def test_retry_clears_what_is_bad_and_nothing_else(tree):
+    tree.bench("Crashes")
+    tree.path(1).write_bytes(tree.path(1).read_bytes()[:100])
+    cleared = retry(tree.results)
+    assert [line.split(":")[0] for line in cleared] == [f"{JOB}/{tree.path(b).name}" for b in (1, 2)]
+    assert "unreadable" in cleared[0] and "signal 9" in cleared[1]
+    assert tree.path(3).exists() and not tree.path(2).exists() and not (tree.raw / JOB / "job.json").exists()
+    tree.bench("Good")
+    assert retry(tree.results) == [] and (tree.raw / JOB / "job.json").exists()
+    tree.path(2).unlink()
+    assert retry(tree.results) == [f"{JOB}/{tree.path(2).name}: missing"]
+    with pytest.raises(FlexrollError, match="no such run; there are: t"):
+        retry(tree.results.parent / "u")
+
+
+def test_coherence_sees_loops_noise_and_single_tokens():
+    text = [7, 8, 9, 4, 7, 3, 2, 9, 11, 12, 8, 7, 5, 6, 13, 14]
+    assert judge(text, "William has 3 tubes.").ok
+    assert longest_repeat([1] * 64) == 1.0 and not judge([1] * 64, "!" * 64).ok
+    assert longest_repeat(text + [1, 2, 3] * 8) == pytest.approx(24 / 40)
+    assert longest_repeat([1, 2, 1, 2]) == 0.0  # twice is no loop
+    assert not judge(list(range(200)), "x" * 200).ok
+    assert nonprintable_share("a\n\ufffd\x00") == 0.5
+    assert judge([], "").ok
+
+
+def test_plan_counts_cells_and_estimates(tree):
+    config = parse_config(config_data())
+    plan = make_plan(config, tree.root)
+    assert len(plan.cells) == 3 and len(plan.jobs) == 1 and 0 < plan.hours < 1
+    assert plan.download_gb == 0.0 and plan.device_gb is None
+    twice = make_plan(parse_config(config_data(repeats={"rounds": 4, "warmup_rounds": 1})), tree.root)
+    assert twice.hours > plan.hours
+    assert make_plan(config, tree.root, ["other"]).cells == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def wait_for(condition, process=None, seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited too long"
+        assert process is None or process.poll() is None, process.stderr.read().decode()
+        time.sleep(0.05)
+
+
+def test_worker_environment_is_shut_off(tree):
+    from flexroll.bench.isolate import worker_env
+
+    env = worker_env(tree.root, "s", "cpu")
+    assert env["PYTHONNOUSERSITE"] == "1" and env["HF_HUB_OFFLINE"] == "1" and env["CUDA_VISIBLE_DEVICES"] == ""
+    assert env["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
+    assert Path(env["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tree.root / ".cache")
+    assert worker_env(tree.root, "s", "NVIDIA H200")["TRITON_CACHE_DIR"].count("s-NVIDIA-H200") == 1

@@ -1,0 +1,199 @@
+"""What `flexroll analyse` writes to analysis.json: all that the report needs besides the samples' text."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flexroll.schema.claims import Published, Source, Unit, Verdict
+
+Status = Literal["ok", "failed", "skipped", "missing", "unreadable"]
+
+
+class Base(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RoundRow(Base):
+    index: int
+    tokens: int
+    wall_s: float
+    warmup: bool
+    tokens_sha256: str
+
+
+class MemoryRow(Base):
+    """Bytes; None where the backend could not tell."""
+
+    weights: int | None = None
+    kv_reserved: int | None = None
+    peak_allocated: int | None = None
+    device_total: int | None = None
+
+
+class CellRow(Base):
+    """One cell of the matrix with its session, whatever became of it.
+
+    rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
+    status is ok. spread: (best - min) / median. coherence: None without samples. note: where the record was measured
+    under other settings than the config now asks for. file: path relative to the run's folder.
+    """
+
+    experiment: str
+    section: str
+    backend: str
+    adapter: str
+    batch: int
+    option: str
+    sampling: str
+    stack: str
+    session: int
+    new_tokens: int
+    status: Status
+    reason: str = ""
+    note: str = ""
+    n: int = 0
+    tps_median: float | None = None
+    tps_best: float | None = None
+    tps_min: float | None = None
+    decode_tps_median: float | None = None
+    decode_tps_best: float | None = None
+    decode_tps_min: float | None = None
+    spread: float | None = None
+    memory: MemoryRow = MemoryRow()
+    coherent: bool | None = None
+    coherence_notes: list[str] = []
+    start_s: float | None = None
+    device: str | None = None
+    device_uuid: str | None = None
+    on_gpu: bool | None = None
+    prompts_sha256: str = ""
+    prompt_tokens: int = 0
+    file: str
+    rounds: list[RoundRow] = []
+
+
+class Result(Base):
+    """A configuration: its cells over all sessions. tps: median of the sessions' medians, over ok cells only; best and
+    min are over every measured round; n: rounds behind them. status is ok where any session is ok."""
+
+    experiment: str
+    section: str
+    backend: str
+    adapter: str
+    batch: int
+    option: str
+    sampling: str
+    stack: str
+    new_tokens: int
+    option_values: dict[str, Any]
+    status: Status
+    reason: str = ""
+    sessions: int = 0
+    n: int = 0
+    tps: float | None = None
+    tps_best: float | None = None
+    tps_min: float | None = None
+    decode_tps: float | None = None
+    decode_tps_best: float | None = None
+    decode_tps_min: float | None = None
+    memory: MemoryRow = MemoryRow()
+    coherent: bool | None = None
+    start_s: float | None = None
+    devices: list[str] = []
+    device_uuids: list[str] = []
+    on_gpu: bool | None = None
+    prompts_sha256: str = ""
+    files: list[str] = []
+
+
+class EnvironmentRow(Base):
+    """What a stack's cells ran in; every list holds the distinct values met, so that a mixed run shows."""
+
+    stack: str
+    cells: int
+    image: list[str]
+    python: list[str]
+    platform: list[str]
+    cpu: list[str]
+    device: list[str]
+    device_uuid: list[str]
+    driver: list[str]
+    commit: list[str]
+    lock_sha256: list[str]
+    packages: dict[str, list[str]]
+
+
+class PeftCycle(Base):
+    cycle: int
+    max_abs_diff: float
+    share_changed: float
+
+
+class DriftRow(Base):
+    """Drift verification of one stack; only stack, status, reason and file where it did not run."""
+
+    stack: str
+    status: Literal["ok", "missing", "unreadable"]
+    reason: str = ""
+    file: str
+    model: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    cycles: int | None = None
+    base_sha256_before: str | None = None
+    base_sha256_after: str | None = None
+    base_identical: bool | None = None
+    inference_identical: bool | None = None
+    merged_exact: bool | None = None
+    merged_wrong: int | None = None
+    weights_checked: int | None = None
+    refresh_ms_median: float | None = None
+    peft: list[PeftCycle] = []
+    peft_version: str | None = None
+    torch_version: str | None = None
+
+
+class VerdictRow(Base):
+    """A claim and what became of it. measured, low, high in `unit`'s base (a fraction for %); computed: from the
+    source's own numbers. device: what the measurement ran on. files: raw files behind it, relative to the run."""
+
+    id: str
+    kind: str
+    source: int
+    section: str
+    topic: str
+    quote: str
+    note: str = ""
+    unit: Unit = ""
+    metric: str = ""
+    published: float | bool | None = None
+    measured: float | bool | None = None
+    low: float | None = None
+    high: float | None = None
+    computed: float | None = None
+    verdict: Verdict
+    reason: str = ""
+    device: str | None = None
+    files: list[str] = []
+
+
+class Analysis(Base):
+    """config: the validated config as JSON. left_out: stacks of the matrix that this run was told to leave out.
+    unlisted: raw files that belong to no cell of the config."""
+
+    schema_version: int = 1
+    config: dict[str, Any]
+    stacks: list[str]
+    left_out: list[str]
+    cells: list[CellRow]
+    results: list[Result]
+    environments: list[EnvironmentRow]
+    drift: list[DriftRow]
+    verdicts: list[VerdictRow]
+    published: list[Published]
+    published_gpu: str
+    published_model: str
+    sources: dict[int, Source]
+    unlisted: list[str] = []

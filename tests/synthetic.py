@@ -1,0 +1,159 @@
+"""Synthetic runs for the tests of analysis and report: records with chosen rounds, no engine behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from flexroll.schema.cells import Cell, expand
+from flexroll.schema.config import Config, parse_config
+from flexroll.schema.records import Coherence, Environment, Memory, Record, Round, Sample, write_json, write_record
+
+CONFIG: dict[str, Any] = {
+    "run": "synthetic",
+    "title": "a synthetic run",
+    "model": {"name": "tiny_gsm", "source": "local", "path": "models/tiny-gsm"},
+    "prompts": {"source": "file", "path": "models/tiny-gsm/gsm_test.json", "field": "q", "count": 16},
+    "max_model_len": 512,
+    "repeats": {"sessions": 1, "rounds": 3},
+    "drift": {"cycles": 3, "stacks": ["torch2.11", "torch2.9.1"]},
+    "samplings": {"greedy": {}, "equivalence": {"temperature": 0.1, "top_k": 5}},
+    "options": {"page32": {"flex": {"page_size": 32}}},
+    "experiments": {
+        "sweep": {
+            "title": "Batch sweep",
+            "section": "batch_sweep",
+            "batches": [2, 4, 8],
+            "new_tokens": 64,
+            "stacks": ["torch2.11"],
+            "backends": [{"backend": "flex"}, {"backend": "transformers_cb"}, {"backend": "vllm", "batches": [8]}],
+        },
+        "lora": {
+            "title": "LoRA",
+            "section": "grpo",
+            "batches": [8],
+            "new_tokens": 64,
+            "stacks": ["torch2.11"],
+            "backends": [
+                {"backend": "flex", "adapters": ["merged", "unmerged"]},
+                {"backend": "vllm", "adapters": ["request"]},
+                {"backend": "unsloth", "adapters": ["unmerged"]},
+            ],
+        },
+        "options": {
+            "title": "Options",
+            "section": "options",
+            "batches": [8],
+            "new_tokens": 64,
+            "stacks": ["torch2.11"],
+            "backends": [{"backend": "flex", "options": ["default", "page32"]}],
+        },
+        "torch_versions": {
+            "title": "Torch versions",
+            "section": "torch_versions",
+            "batches": [8],
+            "new_tokens": 64,
+            "stacks": ["torch2.9.1", "torch2.11"],
+            "backends": [{"backend": "flex", "adapters": ["merged"]}],
+        },
+    },
+}
+
+
+def config(**changes: Any) -> Config:
+    return parse_config(CONFIG | changes)
+
+
+def environment(stack: str = "torch2.11", gpu: str | None = None, uuid: str = "GPU-1") -> Environment:
+    return Environment(
+        stack=stack,
+        image="not containerised",
+        python="3.12.0",
+        platform="Linux",
+        cpu="a CPU",
+        cores=2,
+        device=gpu or "cpu",
+        device_uuid=uuid if gpu else None,
+        driver="580" if gpu else None,
+        packages={"torch": "2.11.0", "transformers": "5.17.0"},
+        lock_sha256="a" * 64,
+        source_sha256="b" * 64,
+        commit="c" * 40,
+        dirty=False,
+        started="2026-01-01T00:00:00",
+    )
+
+
+def sample(ok: bool = True, text: str = "The answer is 4.") -> Sample:
+    notes = [] if ok else ["one unit repeats"]
+    coherence = Coherence(ok=ok, distinct_ratio=0.9, longest_repeat=0.1, nonprintable=0.0, notes=notes)
+    return Sample(prompt="What is 2 + 2?", text=text, tokens=6, coherence=coherence)
+
+
+def record(
+    cell: Cell,
+    rates: Iterable[float] = (100.0, 120.0, 110.0),
+    *,
+    gpu: str | None = None,
+    uuid: str = "GPU-1",
+    memory_gb: float = 44,
+    **changes: Any,
+) -> Record:
+    """A record whose measured rounds have these rates in tok/s, after a warm-up round faster than any of them."""
+    tokens = cell.batch * cell.new_tokens
+    rounds = [Round(index=0, tokens=tokens, wall_s=tokens / 9999, warmup=True)]
+    rounds += [Round(index=i, tokens=tokens, wall_s=tokens / r, tokens_sha256="d" * 64) for i, r in enumerate(rates, 1)]
+    memory = Memory(weights=10**9, kv_reserved=10**8, peak_allocated=2 * 10**9, device_total=int(memory_gb * 1e9))
+    values: dict[str, Any] = {
+        "status": "ok",
+        "rounds": rounds,
+        "memory": memory,
+        "environment": environment(cell.stack, gpu, uuid),
+        "samples": [sample()],
+        "prompts_sha256": "e" * 64,
+        "prompt_tokens": 100,
+    }
+    return Record(cell=cell, **(values | changes))
+
+
+def write_run(results: Path, config: Config, make: Callable[[Cell], Record | None]) -> list[Cell]:
+    """Write `make(cell)` for every cell of the config; None writes nothing. Returns the cells."""
+    cells = expand(config)
+    for cell in cells:
+        made = make(cell)
+        if made is not None:
+            write_record(results / "raw" / cell.path, made)
+    return cells
+
+
+def skipped(cell: Cell, reason: str = "needs a GPU") -> Record:
+    return Record(cell=cell, status="skipped", reason=reason)
+
+
+def drift(stack: str, cycles: int = 3, **changes: Any) -> dict[str, Any]:
+    """A drift record as `flexroll drift` writes it."""
+    peft = [{"cycle": i, "max_abs_diff": 6e-5 * i, "share_changed": 0.05 * i} for i in range(1, cycles + 1)]
+    return {
+        "model": "tiny_gsm",
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "stack": stack,
+        "cycles": cycles,
+        "base_sha256_before": "f" * 64,
+        "base_sha256_after": "f" * 64,
+        "base_identical": True,
+        "inference_identical": True,
+        "merged_exact": True,
+        "merged_wrong": 0,
+        "weights_checked": 1234,
+        "refresh_ms_median": 12.5,
+        "peft": {"cycles": peft},
+        "peft_version": "0.21.2",
+        "torch_version": "2.11.0",
+    } | changes
+
+
+def write_drift(results: Path, stack: str, **changes: Any) -> None:
+    write_json(results / "drift" / f"{stack}.json", json.dumps(drift(stack, **changes)))

@@ -1,0 +1,232 @@
+"""The document: complete, honest about what is missing, links that resolve, the same bytes every time."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+for name in ("jinja2", "matplotlib", "pandas"):
+    pytest.importorskip(name)
+
+import synthetic  # noqa: E402
+from flexroll.analysis.run import analyse  # noqa: E402
+from flexroll.errors import FlexrollError  # noqa: E402
+from flexroll.report import text  # noqa: E402
+from flexroll.report.render import render  # noqa: E402
+from flexroll.schema.cells import Cell  # noqa: E402
+from flexroll.schema.records import Record  # noqa: E402
+
+REPORT = Path(__file__).parent.parent / "report"
+SECTIONS = [
+    "Claims",
+    "Set-up",
+    "Best config",
+    "Batch sweep",
+    "GRPO workload with LoRA",
+    "Options",
+    "What broke",
+    "Torch versions",
+    "Drift verification",
+    "Sample completions",
+    "Raw stats",
+]
+
+
+def mixed(cell: Cell) -> Record | None:
+    """Some of everything: a missing, a failed and a skipped cell, two speeds, one text that closes a code block."""
+    if cell.backend == "unsloth":
+        return synthetic.skipped(cell, "needs a CUDA GPU")
+    if cell.backend == "transformers_cb" and cell.batch == 8:
+        return None
+    if cell.backend == "flex" and cell.adapter == "unmerged":
+        return synthetic.record(cell, status="failed", reason="timeout: a | b\nc", rounds=[], samples=[])
+    rate = 100.0 * cell.batch * (2 if cell.backend == "vllm" else 1)
+    rates = [rate, rate * 1.1, rate * 1.05]
+    return synthetic.record(cell, rates, samples=[synthetic.sample(ok=cell.batch > 2, text="x\n```\n| y | <b>")])
+
+
+def build(results: Path, make=mixed, drift: bool = True, stacks: list[str] | None = None) -> str:
+    config = synthetic.config()
+    synthetic.write_run(results, config, make)
+    if drift:
+        synthetic.write_drift(results, "torch2.11")
+    analyse(config, results, REPORT / "claims.yaml", stacks)
+    return render(config, results, REPORT).read_text()
+
+
+def sections(document: str) -> dict[str, str]:
+    parts = re.split(r"^## (.+)$", document, flags=re.M)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def links(document: str) -> list[str]:
+    return [target for target in re.findall(r"\]\(([^)]+)\)", document) if not target.startswith("#")]
+
+
+def check(document: str, results: Path) -> None:
+    found = sections(document)
+    assert list(found) == SECTIONS
+    for name, body in found.items():
+        parts = [part.strip() for part in re.split(r"^### .+$", body, flags=re.M)]
+        assert any(parts) and all(parts[1:]), f"{name}: {body}"
+    for target in links(document):
+        assert (results / target).is_file(), target
+    anchors = {"#" + re.sub(r"[^a-z0-9 -]", "", name.lower()).replace(" ", "-") for name in found}
+    assert set(re.findall(r"\]\((#[^)]+)\)", document)) <= anchors
+    for line in document.splitlines():
+        assert "None" not in line and "nan" not in line.split(), line
+
+
+def tables(document: str) -> list[list[str]]:
+    """Blocks of consecutive table lines outside code."""
+    plain = re.sub(r"^(`{3,})text\n.*?^\1$", "", document, flags=re.M | re.S)
+    return [block.splitlines() for block in re.findall(r"(?:^\|.*\n)+", plain, flags=re.M)]
+
+
+def test_a_mixed_run(tmp_path: Path) -> None:
+    document = build(tmp_path)
+    check(document, tmp_path)
+    found = sections(document)
+    assert "17 cells" in document or re.search(
+        r"\d+ cells in this run: \d+ ok, 1 failed, 1 skipped, 1 missing", document
+    )
+    assert "needs a CUDA GPU" in found["What broke"] and "timeout: a \\| b c" in found["What broke"]
+    assert "no record" in found["What broke"]
+    assert "page_size=32" in found["Options"] and "50 %" in found["Batch sweep"]
+    assert "torch2.11 over torch2.9.1" in found["Torch versions"]
+    assert "bit-identical" in document and "Not verified on torch2.9.1" in found["Drift verification"]
+    assert "broken (one unit repeats)" in found["Sample completions"]
+    assert "````text" in found["Sample completions"]  # the text's own fence cannot close the block
+    for name in ("throughput", "memory", "drift"):
+        assert (tmp_path / "figures" / f"{name}.svg").read_text().startswith("<?xml")
+
+
+def test_tables_are_rectangular(tmp_path: Path) -> None:
+    blocks = tables(build(tmp_path))
+    assert len(blocks) > 10
+    for block in blocks:
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block}
+        assert len(widths) == 1 and len(block) > 2, block
+
+
+@pytest.mark.parametrize("make", [lambda cell: None, lambda cell: synthetic.skipped(cell)], ids=["missing", "skipped"])
+def test_nothing_ran(tmp_path: Path, make) -> None:
+    document = build(tmp_path, make, drift=False)
+    check(document, tmp_path)
+    found = sections(document)
+    assert "[what broke](#what-broke)" in found["Sample completions"]
+    assert "Not verified on torch2.11" in found["Drift verification"]
+    assert "No round was measured" in found["Raw stats"]
+    assert not list(tmp_path.glob("figures/*.svg"))
+
+
+def test_no_record_at_all_and_one_stack(tmp_path: Path) -> None:
+    document = build(tmp_path, stacks=["torch2.9.1"])
+    check(document, tmp_path)
+    assert "left out: torch2.11" in sections(document)["Torch versions"]
+
+
+def test_same_bytes_every_time(tmp_path: Path) -> None:
+    def everything(folder: Path) -> dict[str, bytes]:
+        build(folder)
+        files = [folder / "results.md", *folder.glob("figures/*.svg")]
+        return {f.name: f.read_bytes() for f in files}
+
+    first = everything(tmp_path / "a")
+    assert everything(tmp_path / "a") == first
+    assert everything(tmp_path / "b") == first and len(first) == 4
+
+
+def test_a_figure_without_data_goes(tmp_path: Path) -> None:
+    build(tmp_path)
+    build(tmp_path, synthetic.skipped)
+    assert not (tmp_path / "figures" / "throughput.svg").exists()
+
+
+def test_random_weights_get_no_coherence_verdict(tmp_path: Path) -> None:
+    config = synthetic.config(model={"name": "noise", "source": "random", "path": "m"})
+    synthetic.write_run(tmp_path, config, lambda c: synthetic.record(c, samples=[synthetic.sample(ok=False)]))
+    analyse(config, tmp_path, REPORT / "claims.yaml")
+    found = sections(render(config, tmp_path, REPORT).read_text())
+    assert "broken" not in found["Options"] and "broken" not in found["Best config"]
+
+
+def test_broken_text_is_never_the_best_config(tmp_path: Path) -> None:
+    def make(cell: Cell) -> Record:
+        fast = cell.option == "page32"
+        return synthetic.record(cell, (500, 510) if fast else (100, 110), samples=[synthetic.sample(ok=not fast)])
+
+    found = sections(build(tmp_path, make))["Best config"]
+    assert "fastest is `default`" in found and "broken text: `page32`" in found
+
+
+def test_published_numbers_stand_beside_their_model_only(tmp_path: Path) -> None:
+    assert "Published B200: tok/s" not in build(tmp_path)
+    experiment = synthetic.CONFIG["experiments"]["sweep"] | {"batches": [8], "sampling": "equivalence"}
+    config = synthetic.config(
+        model={"name": "Qwen3_4B_Base", "source": "local", "path": "m"},
+        experiments={"batch_sweep_sampled": experiment},
+        run="other",
+    )
+    synthetic.write_run(tmp_path / "q", config, lambda c: synthetic.record(c, gpu="NVIDIA H200"))
+    analyse(config, tmp_path / "q", REPORT / "claims.yaml")
+    found = sections(render(config, tmp_path / "q", REPORT).read_text())["Batch sweep"]
+    assert "Published B200: tok/s" in found and re.search(r"\| vLLM .*\| 1900 \| 156 \|", found)
+
+
+def test_vllm_is_compared_at_the_same_sampling_first(tmp_path: Path) -> None:
+    backends = [
+        {"backend": "vllm"},
+        {"backend": "vllm", "sampling": "equivalence"},
+        {"backend": "flex", "sampling": "equivalence"},
+        {"backend": "transformers_generate"},
+    ]
+    experiment = synthetic.CONFIG["experiments"]["sweep"] | {"batches": [8], "backends": backends}
+    config = synthetic.config(experiments={"both": experiment})
+    speed = {("vllm", "greedy"): 200, ("vllm", "equivalence"): 100, ("flex", "equivalence"): 50}
+
+    def make(cell: Cell) -> Record:
+        return synthetic.record(cell, [speed.get((cell.backend, cell.sampling), 20)])
+
+    synthetic.write_run(tmp_path, config, make)
+    analyse(config, tmp_path, REPORT / "claims.yaml")
+    found = sections(render(config, tmp_path, REPORT).read_text())["Batch sweep"]
+    assert re.search(r"\| flex .*\| 50 % \|", found) and re.search(r"\| transformers generate .*\| 10 % \|", found)
+
+
+def test_errors_say_what_to_do(tmp_path: Path) -> None:
+    config = synthetic.config()
+    with pytest.raises(FlexrollError, match="flexroll analyse"):
+        render(config, tmp_path, REPORT)
+    build(tmp_path)
+    with pytest.raises(FlexrollError, match="of run 'synthetic'"):
+        render(synthetic.config(run="other"), tmp_path, REPORT)
+    with pytest.raises(FlexrollError, match="no such template"):
+        render(config, tmp_path, tmp_path)
+    (tmp_path / "results.md.j2").write_text("ok\n{{ nonsense }}\n")
+    with pytest.raises(FlexrollError, match="nonsense"):
+        render(config, tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("value", "printed"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (5474.4, "5474"),
+        (12.345, "12.3"),
+        (0.01234, "0.0123"),
+        (6e-5, "6.00e-05"),
+        (99.97, "100"),
+    ],
+)
+def test_significant(value: float | None, printed: str) -> None:
+    assert text.significant(value) in (printed, f"{printed}.0")
+
+
+def test_cells_and_fences_are_safe() -> None:
+    assert text.cell("a|b\n<c>") == "a\\|b &lt;c>"
+    assert text.fence("a```b").startswith("````text\n")
+    assert text.listed(["a", "b", "c"]) == "a, b and c"

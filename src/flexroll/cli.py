@@ -237,13 +237,13 @@ def _root() -> Path:
 
 
 def _config(path: Path) -> Any:
-    from flexroll.schema.config import load_config
+    from flexroll.schema.load import load_config
 
     return load_config(path, _root())
 
 
 def _stacks(value: str) -> list[str] | None:
-    from flexroll.schema.config import known_stacks
+    from flexroll.schema.load import known_stacks
 
     names = [name.strip() for name in value.split(",") if name.strip()]
     known = known_stacks(_root())

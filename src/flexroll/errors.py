@@ -10,9 +10,6 @@ class FlexrollError(Exception):
 
 def one_line(error: BaseException, limit: int = 300) -> str:
     """`Type: first line of the message` for a record or a log, at most `limit` characters."""
-    if isinstance(error, FlexrollError):
-        text = str(error)
-    else:
-        text = f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, FlexrollError) else f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

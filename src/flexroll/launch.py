@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from flexroll.errors import FlexrollError
-from flexroll.schema.config import known_stacks
+from flexroll.schema.load import known_stacks
 
 IMAGE_FILE = Path("/etc/flexroll-image.json")
 STAMP = "flexroll-stack.json"

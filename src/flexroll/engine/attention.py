@@ -1,8 +1,8 @@
 """flex_attention over the paged pool: block masks with static shapes, one a bucket, filled in place at every step.
 
-A mask function sees physical positions; `cache.logical` turns them into logical ones, so where a page lies never changes
-the result. The block lists only say which pages need a look: the mask function alone is right as well, which eager
-flex_attention, ignoring block lists, relies on.
+A mask function sees physical positions; `cache.logical` turns them into logical ones, so where a page lies never
+changes the result. The block lists only say which pages need a look: the mask function alone is right as well, which
+eager flex_attention, ignoring block lists, relies on.
 """
 
 from __future__ import annotations
@@ -58,6 +58,16 @@ def check_kernel_options(options: dict[str, Any], name: str) -> dict[str, Any]:
     return dict(options)
 
 
+def with_block_sizes(options: dict[str, Any], device: torch.device, page_size: int) -> dict[str, Any]:
+    """`options` with a BLOCK_N that divides a page, unless they name one.
+
+    On a GPU a kernel's key block must divide the mask's, which is a page; Inductor's choice for 16-bit types is 128.
+    """
+    if device.type != "cuda" or {"BLOCK_N", "fwd_BLOCK_N"} & set(options):
+        return options
+    return {**options, "BLOCK_N": min(64, page_size)}
+
+
 def flex_attention_function(device: torch.device, compiled: bool) -> tuple[Callable[..., torch.Tensor], bool]:
     """(flex_attention, whether it is compiled). Where compiling is impossible: a warning, and the eager function."""
     if compiled:
@@ -100,7 +110,7 @@ class DecodeMask:
         )
 
     def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """slots, positions: int64 [n], n <= batch. Pages that are visible as a whole need no mask: they go to the full list."""
+        """slots, positions: int64 [n], n <= batch. Pages visible as a whole need no mask: they go to the full list."""
         n, pages = len(slots), self.cache.pages
         padded_slots = np.zeros(self.batch, dtype=np.int64)
         padded_positions = np.zeros(self.batch, dtype=np.int64)

@@ -17,7 +17,10 @@ Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class LowRank:
-    """A LoRA update that is not merged: y[:, start:stop] += scale * (x @ a.T) @ b.T, a [rank, in], b [stop - start, rank]."""
+    """A LoRA update that is not merged: y[:, start:stop] += scale * (x @ a.T) @ b.T.
+
+    a: [rank, in], b: [stop - start, rank].
+    """
 
     start: int
     stop: int

@@ -27,7 +27,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """Shapes and switches of a decoder-only transformer with RMSNorm, RoPE, grouped-query attention and a SwiGLU MLP."""
+    """Shapes and switches of a decoder with RMSNorm, RoPE, grouped-query attention and a SwiGLU MLP."""
 
     model_type: str
     vocab_size: int

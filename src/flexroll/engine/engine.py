@@ -11,7 +11,14 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from flexroll.engine.attention import Q_BLOCK, DecodeMask, PrefillMask, check_kernel_options, flex_attention_function
+from flexroll.engine.attention import (
+    Q_BLOCK,
+    DecodeMask,
+    PrefillMask,
+    check_kernel_options,
+    flex_attention_function,
+    with_block_sizes,
+)
 from flexroll.engine.decoder import Decoder, LowRank
 from flexroll.engine.kv_cache import KVCache
 from flexroll.engine.page_table import PageTable
@@ -24,7 +31,10 @@ from flexroll.errors import FlexrollError
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt was continued with. token_ids: generated ids, the stop token included. finish_reason: stop | length."""
+    """What one prompt was continued with.
+
+    token_ids: generated ids, the stop token included. finish_reason: stop | length.
+    """
 
     index: int
     token_ids: list[int]
@@ -44,7 +54,7 @@ class Stats:
 
 
 class Merged(Protocol):
-    """What the engine asks of a double copy: its bytes, pristine matrices included, and to be merged afresh in place."""
+    """What the engine asks of a double copy: its bytes, pristine matrices included, and a fresh merge in place."""
 
     @property
     def n_bytes(self) -> int: ...
@@ -62,8 +72,8 @@ class Engine:
         kv_tokens: capacity of the KV pool; default max_batch * max_model_len, at which nothing is ever preempted.
         page_size: tokens a page, a power of two.
         max_prefill_tokens: prompt tokens of one prefill step; longer prompts are prefilled in chunks.
-        buckets: batch sizes that decode steps are padded to, each compiled once; default: powers of two up to max_batch,
-            on the CPU max_batch alone, where a padded row is cheaper than another compilation.
+        buckets: batch sizes that decode steps are padded to, each compiled once; default: powers of two up to
+            max_batch, on the CPU max_batch alone, where a padded row is cheaper than another compilation.
         compiled: torch.compile flex_attention; where that is impossible a warning says why and it runs eagerly.
         decode_kernel_options, prefill_kernel_options: flex_attention's kernel_options for the two kinds of step.
         low_rank: unmerged LoRA updates by fused name (see lora.unmerged).
@@ -94,8 +104,11 @@ class Engine:
         self.stats = Stats()
         self._buckets = buckets
         self._merged = merged
-        self._decode_options = check_kernel_options(decode_kernel_options or {}, "decode_kernel_options")
-        self._prefill_options = check_kernel_options(prefill_kernel_options or {}, "prefill_kernel_options")
+        given = {"decode": decode_kernel_options or {}, "prefill": prefill_kernel_options or {}}
+        self._options = {
+            kind: with_block_sizes(check_kernel_options(options, f"{kind}_kernel_options"), self.device, page_size)
+            for kind, options in given.items()
+        }
         self._flex, self.compiled = flex_attention_function(self.device, compiled)
         self.resize(max_batch, kv_tokens)
 
@@ -130,7 +143,7 @@ class Engine:
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of all parameters held: those that run, the pristine matrices beside a merged copy, unmerged updates."""
+        """Bytes of all parameters: those that run, pristine matrices beside a merged copy, unmerged updates."""
         updates = (u for group in self.decoder.low_rank.values() for u in group)
         extra = sum(t.numel() * t.element_size() for u in updates for t in (u.a, u.b))
         return (self._merged.n_bytes if self._merged is not None else self.weights.n_bytes) + extra
@@ -217,13 +230,15 @@ class Engine:
             raise FlexrollError(f"prompt {index} holds a token id outside the vocabulary of {self.config.vocab_size}")
         if len(tokens) >= self.max_model_len:
             raise FlexrollError(
-                f"prompt {index} has {len(tokens)} tokens; max_model_len {self.max_model_len} allows {self.max_model_len - 1} and one new token"
+                f"prompt {index} has {len(tokens)} tokens; max_model_len {self.max_model_len} allows "
+                f"{self.max_model_len - 1} and one new token"
             )
         # The last generated token is never attended to, so it needs no place.
         longest = min(len(tokens) + max(params.max_new_tokens, 1) - 1, self.max_model_len - 1)
         if self.cache.pages.blocks_for(longest + 1) > self.cache.pages.n_pages:
             raise FlexrollError(
-                f"prompt {index} may grow to {longest} tokens, which can never fit the KV pool of {self.kv_tokens}; raise kv_tokens or lower max_new_tokens"
+                f"prompt {index} may grow to {longest} tokens, which can never fit the KV pool of {self.kv_tokens}; "
+                "raise kv_tokens or lower max_new_tokens"
             )
 
     def _step(self, scheduler: Scheduler) -> None:
@@ -249,7 +264,7 @@ class Engine:
             mask = self._prefill_masks[length] = PrefillMask(self.cache, length)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), mask, self._prefill_options)
+            out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), mask, self._options["prefill"])
             return out[0].transpose(0, 1).flatten(1)
 
         hidden = self._forward(mask, length, ids, slots, positions, attend)
@@ -274,7 +289,7 @@ class Engine:
             mask = self._decode_masks[length] = DecodeMask(self.cache, length)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            return self._attention(layer, q.unsqueeze(2), mask, self._decode_options).flatten(1)
+            return self._attention(layer, q.unsqueeze(2), mask, self._options["decode"]).flatten(1)
 
         hidden = self._forward(mask, length, ids, slots, positions, attend)
         self.stats.decode_tokens += len(ids)
@@ -285,7 +300,7 @@ class Engine:
     def _forward(
         self, mask: Any, length: int, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, attend: Any
     ) -> torch.Tensor:
-        """Pad to the bucket's length with slot 0, position 0, and run the decoder. Returns hidden states [length, hidden]."""
+        """Pad to the bucket's length with slot 0, position 0, and run the decoder; hidden states [length, hidden]."""
         self.cache.sync()
         mask.fill(slots, positions)
         padding = length - len(ids)

@@ -1,8 +1,8 @@
 """Which physical page holds which logical block of which slot. Host side, no tensors of a device.
 
-A slot is a row of the running batch. Slot 0 and page 0 are reserved for padding: padded rows read and write there, so they
-never touch a sequence and never see an empty row. The idea of a page table over one flat pool that flex_attention's mask
-can see through is flex-nano-vllm's; the bookkeeping here is our own.
+A slot is a row of the running batch. Slot 0 and page 0 are reserved for padding: padded rows read and write there, so
+they never touch a sequence and never see an empty row. The idea of a page table over one flat pool that
+flex_attention's mask can see through is flex-nano-vllm's; the bookkeeping here is our own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class PageTable:
     """Pages of `page_size` tokens for `n_slots` sequences out of a pool of `n_pages`, the reserved ones not counted.
 
     table: int32 [n_slots + 1, max_blocks], (slot, logical block) -> physical page; 0 where nothing is mapped.
-    logical: int32 [n_slots + 1, n_pages + 1], (slot, physical page) -> logical block; -1 where the slot does not own the page.
+    logical: int32 [n_slots + 1, n_pages + 1], (slot, physical page) -> logical block; -1 where the slot does not own
+    the page.
     """
 
     def __init__(self, n_slots: int, n_pages: int, page_size: int, max_blocks: int) -> None:
@@ -79,7 +80,7 @@ class PageTable:
         self._free_slots.append(slot)
 
     def take_changes(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(slots, pages, logical blocks) of `logical` entries written since the last call, for a device's mirror of it."""
+        """(slots, pages, logical blocks) of `logical` entries written since the last call, for a device's mirror."""
         changed = np.array(sorted(set(self._changed)), dtype=np.int64).reshape(-1, 2)
         self._changed.clear()
         return changed[:, 0], changed[:, 1], self.logical[changed[:, 0], changed[:, 1]]

@@ -45,7 +45,9 @@ class SamplingParams:
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], requests: Sequence[int], positions: Sequence[int]
 ) -> torch.Tensor:
-    """Next tokens int64 [n] for logits [n, vocab]; row i draws its noise at (params[i].seed, requests[i], positions[i]).
+    """Next tokens int64 [n] for logits [n, vocab].
+
+    Row i draws its noise at (params[i].seed, requests[i], positions[i]).
 
     A row of logits that is not finite raises: NaN would otherwise become a token.
     """
@@ -84,8 +86,8 @@ def draw(
 ) -> torch.Tensor:
     """Inverse-CDF draw from filtered distributions.
 
-    scaled: fp32 [n, vocab], logits over temperature; top_k int64 [n]; top_p, min_p fp32 [n]; noise float64 [n] in [0, 1).
-    Returns int64 [n]. One uniform a row is all the noise it takes.
+    scaled: fp32 [n, vocab], logits over temperature; top_k: int64 [n]; top_p, min_p: fp32 [n]; noise: float64 [n] in
+    [0, 1). Returns int64 [n]. One uniform a row is all the noise it takes.
     """
     probs, order = filtered(scaled, top_k, top_p, min_p)
     cumulative = probs.double().cumsum(dim=-1)
@@ -99,7 +101,10 @@ def draw(
 def filtered(
     scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(unnormalised probabilities in descending order, 0 where filtered out; token ids in that order), both [n, vocab]."""
+    """(unnormalised probabilities in descending order, 0 where filtered out; token ids in that order).
+
+    Both [n, vocab].
+    """
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(ordered.shape[-1], device=ordered.device)
     limit = torch.where(top_k > 0, top_k, ordered.shape[-1]).unsqueeze(1)

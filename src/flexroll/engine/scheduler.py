@@ -59,7 +59,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def admit(self) -> None:
-        """Move waiting sequences into free slots while their tokens and one more fit the free pages, first come first."""
+        """Move waiting sequences into free slots, first come first, while their tokens and one more fit free pages."""
         while self.waiting and self.pages.free_slots:
             first = self.waiting[0]
             if self.pages.blocks_for(len(first.tokens) + 1) > self.pages.free_pages:
@@ -70,7 +70,7 @@ class Scheduler:
             self.running.append(self.waiting.popleft())
 
     def prefill_chunks(self, budget: int) -> list[tuple[Sequence, int, int]]:
-        """(sequence, start, stop) of the tokens to prefill now, at most `budget` in all; [] when none waits for prefill."""
+        """(sequence, start, stop) of the tokens to prefill now, at most `budget` in all; [] when none waits."""
         chunks = []
         for sequence in self.running:
             if sequence.prefilling and budget > 0:
@@ -80,7 +80,7 @@ class Scheduler:
         return chunks
 
     def decodable(self) -> list[Sequence]:
-        """Sequences of the next decode step, each with a page for its next token; preempts from the newest where short."""
+        """Sequences of the next decode step, each with a page for its token; preempts the newest where short."""
         for sequence in list(self.running):
             while sequence in self.running and not self.pages.reserve(sequence.slot, sequence.n_cached + 1):
                 self._preempt(self.running[-1])

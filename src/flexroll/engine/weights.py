@@ -1,7 +1,7 @@
 """The decoder's parameters: fused for speed, addressable by checkpoint name.
 
-q, k and v of a layer lie in one matrix, gate and up in another, so that a layer has four products. `view` gives the rows
-that belong to one checkpoint tensor: loading, merging and hashing all go through it, and none needs to know the fusion.
+q, k and v of a layer lie in one matrix, gate and up in another, so that a layer has four products. `view` gives the
+rows that belong to one checkpoint tensor: loading, merging and hashing go through it and need not know the fusion.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from flexroll.lora.unmerged import low_rank_updates
 def attach(
     base: DecoderWeights, folder: Path, mode: str
 ) -> tuple[DecoderWeights, dict[str, list[LowRank]] | None, MergedCopy | None]:
-    """(weights to run, unmerged updates or None, double copy or None) for a PEFT folder and a mode, merged or unmerged."""
+    """(weights to run, unmerged updates or None, double copy or None) for a PEFT folder; mode: merged | unmerged."""
     if mode not in ("merged", "unmerged"):
         raise FlexrollError(f"unknown adapter mode '{mode}'; the flex engine has merged and unmerged")
     adapter = read_adapter(folder)

@@ -169,5 +169,6 @@ def check_fits(adapter: AdapterWeights, weights: DecoderWeights, folder: Path) -
         shape = tuple(weights.view(name).shape)
         if shape != (b.shape[0], a.shape[1]):
             raise FlexrollError(
-                f"{folder}: '{module}' is updated by a {b.shape[0]} x {a.shape[1]} matrix but is {shape[0]} x {shape[1]}; this adapter is for another base"
+                f"{folder}: '{module}' is updated by a {b.shape[0]} x {a.shape[1]} matrix but is "
+                f"{shape[0]} x {shape[1]}; this adapter is for another base"
             )

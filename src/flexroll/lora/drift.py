@@ -37,9 +37,9 @@ def verify(
 ) -> dict[str, Any]:
     """Run `cycles` perturb-and-refresh cycles on the double copy, and as many merge/unmerge cycles of PEFT's.
 
-    A cycle adds N(0, noise_std^2) noise to A and B, as a training step would, and refreshes. Three statements are checked
-    bit by bit: the base's hash is what it was; every merged weight is the pristine one plus the fp32 delta, rounded once,
-    after every cycle; the inference copy is what it was once the adapter's values are restored.
+    A cycle adds N(0, noise_std^2) noise to A and B, as a training step would, and refreshes. Three statements are
+    checked bit by bit: the base's hash is what it was; after every cycle each merged weight is the pristine one plus
+    the fp32 delta, rounded once; the inference copy is what it was once the adapter's values are restored.
     """
     device = torch.device(device)
     base = load_weights(model_dir, dtype, device)

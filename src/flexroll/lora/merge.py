@@ -1,7 +1,7 @@
 """Merging an adapter: always afresh from the pristine base, in fp32, rounded once; never unmerged.
 
-PEFT's merge and unmerge do not cancel in bf16 (one adds an fp32 delta, the other subtracts a rounded one), so weights that
-are merged and unmerged in turn drift. Two copies make the question go away: the base is never written.
+PEFT's merge and unmerge do not cancel in bf16 (one adds an fp32 delta, the other subtracts a rounded one), so weights
+that are merged and unmerged in turn drift. Two copies make the question go away: the base is never written.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from flexroll.lora.adapter import AdapterWeights, check_fits, read_adapter
 class MergedCopy:
     """An inference copy of `base` with `adapter` merged in.
 
-    Matrices the adapter touches are a second copy; embeddings, norms and head are shared with the base. `refresh` writes
-    into the same storage, so CUDA graphs captured over it stay valid. `adapter` may be replaced or changed in place
-    between refreshes; its module names must stay.
+    Matrices the adapter touches are a second copy; embeddings, norms and head are shared with the base. `refresh`
+    writes into the same storage, so CUDA graphs captured over it stay valid. `adapter` may be replaced or changed in
+    place between refreshes; its module names must stay.
     """
 
     def __init__(self, base: DecoderWeights, adapter: AdapterWeights) -> None:

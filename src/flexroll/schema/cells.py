@@ -133,7 +133,7 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
 
 
 def jobs(cells: Iterable[Cell]) -> list[Job]:
-    """Group cells into jobs, in order of first mention; inside a job by batch, so that failures of large ones cost least."""
+    """Group cells into jobs, in order of first mention; inside a job small batches first, large ones may fail."""
     grouped: dict[str, list[Cell]] = {}
     for cell in cells:
         grouped.setdefault(cell.job, []).append(cell)

@@ -1,25 +1,22 @@
 """`config.yaml` as strict pydantic models: what to measure, on which model, for how long.
 
-An unknown key anywhere is an error. `load_config` is the only way in; it turns every validation problem into one
-`FlexrollError` line that names the key and, where there is a finite set of values, lists them.
+An unknown key anywhere is an error. `schema.load` reads the file and puts what is wrong with it into one line.
 """
 
 from __future__ import annotations
 
-import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
 
-from flexroll.errors import FlexrollError
-from flexroll.schema.catalogue import ADAPTER_MODES, BACKENDS, LORA_TARGETS
+from flexroll.schema.catalogue import BACKENDS, LORA_TARGETS
+from flexroll.schema.names import NAME, known
 
 BackendName = Literal["flex", "transformers_generate", "transformers_cb", "vllm", "unsloth"]
 AdapterMode = Literal["none", "merged", "unmerged", "request"]
 Section = Literal["batch_sweep", "grpo", "options", "broke", "torch_versions"]
-NAME = r"^[A-Za-z0-9][A-Za-z0-9_.]*$"  # names become file names; "-" separates them there
 
 
 class Strict(BaseModel):
@@ -160,12 +157,15 @@ class Option(Strict):
 
 
 class BackendUse(Strict):
-    """One line of an experiment: a backend in one or more forms. batches, stacks, sampling override the experiment's."""
+    """One line of an experiment: a backend in one or more forms.
+
+    batches, stacks and sampling override the experiment's.
+    """
 
     backend: BackendName
     adapters: list[AdapterMode] = Field(default_factory=lambda: ["none"], min_length=1)
     options: list[str] = Field(default_factory=lambda: ["default"], min_length=1)
-    batches: list[int] | None = None
+    batches: list[PositiveInt] | None = None
     stacks: list[str] | None = None
     sampling: str | None = None
 
@@ -183,7 +183,7 @@ class Experiment(Strict):
 
     title: str
     section: Section
-    batches: list[int] = Field(min_length=1)
+    batches: list[PositiveInt] = Field(min_length=1)
     new_tokens: int = Field(
         512, ge=1, description="Tokens generated a prompt; EOS is ignored unless ignore_eos is false."
     )
@@ -193,13 +193,6 @@ class Experiment(Strict):
     rounds: int | None = Field(None, ge=1, description="Overrides repeats.rounds.")
     stacks: list[str] = Field(min_length=1)
     backends: list[BackendUse] = Field(min_length=1)
-
-    @field_validator("batches")
-    @classmethod
-    def _positive(cls, value: list[int]) -> list[int]:
-        if any(b < 1 for b in value):
-            raise ValueError("batches must be at least 1")
-        return value
 
 
 class Repeats(Strict):
@@ -214,7 +207,7 @@ class Limits(Strict):
 
 
 class Drift(Strict):
-    """Refresh cycles of `flexroll drift`. noise_std: noise added to A and B a cycle, standing in for an optimiser step."""
+    """Refresh cycles of `flexroll drift`. noise_std: of the noise on A and B that stands in for an optimiser step."""
 
     cycles: int = Field(10, ge=1)
     noise_std: float = Field(1e-3, gt=0)
@@ -248,8 +241,6 @@ class Config(Strict):
     @field_validator("samplings", "options", "experiments")
     @classmethod
     def _file_names(cls, value: dict[str, Any]) -> dict[str, Any]:
-        import re
-
         for name in value:
             if not re.match(NAME, name):
                 raise ValueError(f"'{name}' cannot be part of a file name; use letters, digits, '_' and '.'")
@@ -262,14 +253,15 @@ class Config(Strict):
             for use in experiment.backends:
                 for name in use.options:
                     if name != "default":
-                        _known(name, self.options, "option", where)
-                _known(use.sampling or experiment.sampling, self.samplings, "sampling", where)
-            for batch in experiment.batches:
-                if batch > self.prompts.count:
-                    raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {batch}")
+                        known(name, self.options, "option", where)
+                known(use.sampling or experiment.sampling, self.samplings, "sampling", where)
+                for batch in use.batches or experiment.batches:
+                    if batch > self.prompts.count:
+                        raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {batch}")
             if self.prompts.source != "random" and experiment.new_tokens >= self.max_model_len:
                 raise ValueError(
-                    f"{where}: new_tokens {experiment.new_tokens} leaves no room for a prompt in max_model_len {self.max_model_len}"
+                    f"{where}: new_tokens {experiment.new_tokens} leaves no room for a prompt in "
+                    f"max_model_len {self.max_model_len}"
                 )
         return self
 
@@ -284,104 +276,3 @@ class Config(Strict):
             for use in experiment.backends:
                 names += use.stacks or experiment.stacks
         return list(dict.fromkeys(names + self.drift.stacks))
-
-
-def _known(name: str, names: Any, kind: str, where: str) -> None:
-    if name not in names:
-        raise ValueError(f"{where}: unknown {kind} '{name}'{_suggest(name, list(names))}")
-
-
-def _suggest(name: str, names: list[str]) -> str:
-    close = difflib.get_close_matches(name, names, n=1)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
-
-
-def known_stacks(root: Path) -> list[str]:
-    """The stacks of a tree: the folders of containers/ that hold a requirements.in."""
-    return sorted(p.parent.name for p in (root / "containers").glob("*/requirements.in"))
-
-
-def parse_config(data: Any, where: str = "config") -> Config:
-    """Validate a mapping. Raises FlexrollError with the first problem in one line."""
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise FlexrollError(f"{where}: {_explain(error, data)}") from None
-
-
-def load_config(path: Path, root: Path | None = None) -> Config:
-    """Read and validate a YAML file; with `root`, the stacks it names must exist there.
-
-    Raises:
-        FlexrollError: the file is missing, is not YAML, or holds an unknown or bad value.
-    """
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
-        raise FlexrollError(f"{path}: no such config file") from None
-    except yaml.YAMLError as error:
-        raise FlexrollError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise FlexrollError(f"{path}: expected a mapping of settings at the top level")
-    config = parse_config(data, str(path))
-    if root is not None:
-        check_stacks(config, root, str(path))
-    return config
-
-
-def check_stacks(config: Config, root: Path, where: str = "config") -> None:
-    known = known_stacks(root)
-    for stack in config.stacks:
-        if stack not in known:
-            raise FlexrollError(
-                f"{where}: unknown stack '{stack}'{_suggest(stack, known)} (a stack is a folder of containers/)"
-            )
-
-
-def _explain(error: ValidationError, data: Any) -> str:
-    """The first problem of a ValidationError as `key.path: what is wrong; what would be right`."""
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "extra_forbidden":
-        siblings = _fields_at(first["loc"][:-1])
-        return f"unknown key '{path}'{_suggest(str(first['loc'][-1]), siblings)}"
-    if first["type"] == "literal_error" and isinstance(first.get("input"), str):
-        expected = str(first.get("ctx", {}).get("expected", ""))
-        names = [part.strip(" '") for part in expected.replace(" or ", ", ").split(",")]
-        kind = str(first["loc"][-1])
-        return f"{path}: unknown {kind} '{first['input']}'{_suggest(first['input'], names)}"
-    return f"{path}: {message}" if path else message
-
-
-def _fields_at(loc: tuple[Any, ...]) -> list[str]:
-    """Field names of the model that lies at `loc`, walking annotations; [] where it cannot be told."""
-    model: Any = Config
-    skip = False
-    for part in loc:
-        if skip or isinstance(part, int):  # a name in a dict[str, X], a position in a list[X]: already inside X
-            skip = False
-            continue
-        fields = getattr(model, "model_fields", None)
-        if fields is None or part not in fields:
-            return []
-        annotation = fields[part].annotation
-        skip = getattr(annotation, "__origin__", None) is dict
-        model = _inner_model(annotation)
-    return list(getattr(model, "model_fields", {}))
-
-
-def _inner_model(annotation: Any) -> Any:
-    """The pydantic model inside list[X], dict[str, X] or X | None."""
-    from typing import get_args
-
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in get_args(annotation):
-        found = _inner_model(part)
-        if found is not None:
-            return found
-    return None
-
-
-assert set(BackendName.__args__) == set(BACKENDS) and set(AdapterMode.__args__) == set(ADAPTER_MODES)  # type: ignore[attr-defined]

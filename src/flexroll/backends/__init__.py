@@ -1,0 +1,31 @@
+"""The engines under test behind one protocol (base.Backend); each has a module of its own, imported when needed."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from flexroll.errors import FlexrollError
+
+if TYPE_CHECKING:
+    from flexroll.backends.base import Backend
+
+CLASSES = {
+    "flex": "flexroll.backends.flex:FlexBackend",
+    "transformers_generate": "flexroll.backends.transformers_generate:TransformersGenerate",
+    "transformers_cb": "flexroll.backends.transformers_cb:TransformersCb",
+    "vllm": "flexroll.backends.vllm:Vllm",
+    "unsloth": "flexroll.backends.unsloth:Unsloth",
+}
+
+
+def load(name: str) -> type[Backend]:
+    """The class of a backend, by its name in the config.
+
+    Raises:
+        FlexrollError: no backend has that name.
+    """
+    if name not in CLASSES:
+        raise FlexrollError(f"unknown backend '{name}'; choose from {', '.join(CLASSES)}")
+    module, attribute = CLASSES[name].split(":")
+    return getattr(import_module(module), attribute)

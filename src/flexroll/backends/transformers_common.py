@@ -1,0 +1,200 @@
+"""What the backends that start from a transformers checkpoint share: finding it, loading it, checking a call.
+
+torch and transformers are imported inside the functions: the module itself is cheap, and vLLM uses half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from flexroll.backends.base import EngineSpec
+from flexroll.errors import FlexrollError
+from flexroll.schema.config import Sampling
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def checkpoint_of(spec: EngineSpec) -> Path:
+    """The checkpoint folder this spec runs: the merged one in mode merged, else the base.
+
+    Raises:
+        FlexrollError: there is no such folder, or it holds no config.json.
+    """
+    path = spec.merged if spec.adapter_mode == "merged" else spec.model
+    if path is None:
+        raise FlexrollError("adapter mode 'merged' needs a merged checkpoint; write one with `flexroll merge`")
+    if not (path / "config.json").is_file():
+        raise FlexrollError(f"{path}: not a checkpoint folder (no config.json)")
+    return path
+
+
+def adapter_of(spec: EngineSpec) -> Path | None:
+    """The PEFT folder to load beside the base weights (modes unmerged and request), None in the other modes.
+
+    Raises:
+        FlexrollError: the mode needs an adapter and there is none.
+    """
+    if spec.adapter_mode not in ("unmerged", "request"):
+        return None
+    if spec.adapter is None or not (spec.adapter / "adapter_config.json").is_file():
+        raise FlexrollError(f"adapter mode '{spec.adapter_mode}' needs an adapter; write one with `flexroll adapter`")
+    return spec.adapter
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise FlexrollError(f"{path}: not valid JSON; restore the checkpoint") from None
+
+
+def eos_ids(checkpoint: Path) -> list[int]:
+    """Token ids that end a sequence: generation_config.json first, then config.json; [] where neither names one."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(checkpoint / name).get("eos_token_id")
+        if value is not None:
+            return [value] if isinstance(value, int) else list(value)
+    return []
+
+
+def kv_token_bytes(checkpoint: Path, dtype: str) -> int:
+    """Bytes of K and V that one token takes over all layers, from config.json."""
+    config = read_json(checkpoint / "config.json")
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * DTYPE_BYTES[dtype]
+
+
+def file_parameters(folder: Path, tied: bool) -> int:
+    """Number of parameters in the safetensors files of a folder; with `tied`, a stored copy of the head is left out."""
+    from safetensors import safe_open
+
+    total = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (not a dict)
+                if tied and name == "lm_head.weight":
+                    continue
+                size = 1
+                for extent in tensors.get_slice(name).get_shape():
+                    size *= extent
+                total += size
+    return total
+
+
+def check_request(spec: EngineSpec, prompts: list[list[int]], new_tokens: int) -> None:
+    """Refuse what no engine can do, before any of them fails in its own way.
+
+    Raises:
+        FlexrollError: new_tokens below 1, an empty prompt, or one that leaves no room for new_tokens.
+    """
+    if new_tokens < 1:
+        raise FlexrollError(f"new_tokens is {new_tokens}; ask for at least 1")
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise FlexrollError(f"prompt {index} is empty; every prompt needs at least one token")
+        if len(prompt) + new_tokens > spec.max_model_len:
+            raise FlexrollError(
+                f"prompt {index} has {len(prompt)} tokens and {new_tokens} are to follow, but max_model_len is "
+                f"{spec.max_model_len}; raise it or shorten the prompt"
+            )
+
+
+def cut(tokens: list[int], eos: Iterable[int], new_tokens: int, ignore_eos: bool) -> list[int]:
+    """The tokens that count: at most new_tokens, and without ignore_eos up to the first EOS, EOS included."""
+    tokens = tokens[:new_tokens]
+    if not ignore_eos:
+        stops = set(eos)
+        for position, token in enumerate(tokens):
+            if token in stops:
+                return tokens[: position + 1]
+    return tokens
+
+
+def finish(rows: list[list[int]], eos: list[int], new_tokens: int, ignore_eos: bool) -> list[list[int]]:
+    """Cut every row (see `cut`), and make sure that none is short.
+
+    Raises:
+        RuntimeError: a row ended early although nothing allowed it to.
+    """
+    rows = [cut(row, eos, new_tokens, ignore_eos) for row in rows]
+    for index, row in enumerate(rows):
+        ended = not ignore_eos and row and row[-1] in eos
+        if len(row) != new_tokens and not ended:
+            raise RuntimeError(f"prompt {index} got {len(row)} of {new_tokens} tokens")
+    return rows
+
+
+def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
+    """Our sampling as arguments of transformers' GenerationConfig. Off is written out: its default is top_k 50."""
+    if sampling.temperature == 0:
+        return {"do_sample": False}
+    return {
+        "do_sample": True,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p or None,
+    }
+
+
+def left_padded(prompts: list[list[int]], device: str) -> tuple[Any, Any]:
+    """(ids, mask), both [prompts, longest prompt] int64 on the device; padding is id 0, masked."""
+    import torch
+
+    width = max(map(len, prompts))
+    ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+def parameter_bytes(model: Any) -> int:
+    """Bytes of a module's parameters, a shared tensor counted once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+def load_model(spec: EngineSpec, attention: str) -> Any:
+    """Load the checkpoint on the spec's device, with the adapter's LoRA layers in place where the mode is unmerged.
+
+    Returns the transformers model itself, never PEFT's wrapper. LoRA weights get the model's dtype: PEFT would keep
+    them in float32, which no other engine does. The checkpoint's generation_config is emptied, for its values fill in
+    whatever a call leaves out.
+
+    Raises:
+        FlexrollError: a folder is missing, or the adapter lacks weights of modules it says it adapts.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    checkpoint, adapter = checkpoint_of(spec), adapter_of(spec)
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=getattr(torch, spec.dtype), attn_implementation=attention, local_files_only=True
+    )
+    if adapter is not None:
+        model = _with_adapter(model, adapter)
+    model.generation_config = GenerationConfig()
+    return model.to(spec.device).eval().requires_grad_(False)
+
+
+def _with_adapter(model: Any, adapter: Path) -> Any:
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Found missing adapter keys")
+        try:
+            wrapped = PeftModel.from_pretrained(model, str(adapter), autocast_adapter_dtype=False)
+        except UserWarning:
+            raise FlexrollError(f"{adapter}: lacks weights its adapter_config.json speaks of; write it anew") from None
+    return wrapped.get_base_model()

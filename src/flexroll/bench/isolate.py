@@ -34,8 +34,18 @@ def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "VLLM_CACHE_ROOT": str(cache / "vllm"),
     }
-    if device == "cpu":  # a workflow's thread count, or none at all, must not decide what is measured
-        env |= {"OMP_NUM_THREADS": str(cores()), "MKL_NUM_THREADS": str(cores()), "CUDA_VISIBLE_DEVICES": ""}
+    if device == "cpu":
+        env |= {
+            # A workflow's thread count, or none at all, must not decide what is measured.
+            "OMP_NUM_THREADS": str(cores()),
+            "MKL_NUM_THREADS": str(cores()),
+            # Threads that spin for each other collapse as soon as anything else runs: with one busy process beside it
+            # flex fell from about 700 to 50 tok/s on two cores, waiting passively it stayed at 700.
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # Inductor tests each instruction set in a process that imports torch: 9 s a worker. The CPU's flags decide.
+            "TORCHINDUCTOR_VEC_ISA_OK": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+        }
     return env
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from flexroll.schema.cells import Cell, expand
-from flexroll.schema.config import Config, parse_config
+from flexroll.schema.config import Config
+from flexroll.schema.load import parse_config
 from flexroll.schema.records import Coherence, Environment, Memory, Record, Round, Sample, write_json, write_record
 
 CONFIG: dict[str, Any] = {

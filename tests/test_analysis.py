@@ -9,15 +9,15 @@ import pytest
 
 pandas = pytest.importorskip("pandas")
 
-from hypothesis import given  # noqa: E402
-from hypothesis import strategies as st  # noqa: E402
+from hypothesis import given
+from hypothesis import strategies as st
 
-import synthetic  # noqa: E402
-from flexroll.analysis import collect, statistics  # noqa: E402
-from flexroll.analysis.run import analyse, read_analysis  # noqa: E402
-from flexroll.errors import FlexrollError  # noqa: E402
-from flexroll.schema.cells import expand  # noqa: E402
-from flexroll.schema.records import Round, write_record  # noqa: E402
+import synthetic
+from flexroll.analysis import collect, statistics
+from flexroll.analysis.run import analyse, read_analysis
+from flexroll.errors import FlexrollError
+from flexroll.schema.cells import expand
+from flexroll.schema.records import Round, write_record
 
 CLAIMS = Path(__file__).parent.parent / "report" / "claims.yaml"
 

@@ -21,7 +21,7 @@ from flexroll.bench.job import bench, warmup
 from flexroll.bench.plan import make_plan
 from flexroll.bench.retry import retry
 from flexroll.errors import FlexrollError
-from flexroll.schema.config import parse_config
+from flexroll.schema.load import parse_config
 from flexroll.schema.records import read_record
 
 FAKE = Path(__file__).with_name("fake_backend.py")

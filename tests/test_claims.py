@@ -17,7 +17,8 @@ from flexroll.analysis.model import VerdictRow
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, expand
 from flexroll.schema.claims import ClaimsFile, Selector, load_claims
-from flexroll.schema.config import Config, load_config
+from flexroll.schema.config import Config
+from flexroll.schema.load import load_config
 from flexroll.schema.records import Record
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import yaml
 
 from flexroll import cli
 from flexroll.bench import preflight as machine
-from flexroll.schema.config import parse_config
+from flexroll.schema.load import parse_config
 
 TINY = Path(__file__).parents[1] / "models" / "tiny-gsm"
 CONFIG = {

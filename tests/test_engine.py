@@ -8,6 +8,7 @@ torch = pytest.importorskip("torch")
 
 from engine_models import gsm_prompts, random_checkpoint, reference_greedy
 from flexroll.engine import Engine, SamplingParams
+from flexroll.engine.attention import with_block_sizes
 from flexroll.errors import FlexrollError
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -229,3 +230,11 @@ def test_without_a_compiler_the_engine_warns_and_runs_eagerly(qwen3, monkeypatch
     assert not engine.compiled
     prompts = prompts_of(6)
     assert ids(engine.generate(prompts, GREEDY)) == reference_greedy(qwen3, prompts, 12)
+
+
+def test_a_gpu_kernel_block_divides_a_page():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert [with_block_sizes({}, cuda, page)["BLOCK_N"] for page in (16, 32, 64, 128, 256)] == [16, 32, 64, 64, 64]
+    for given in ({"BLOCK_N": 32}, {"fwd_BLOCK_N": 128, "num_warps": 8}):
+        assert with_block_sizes(given, cuda, 64) == given
+    assert with_block_sizes({"num_warps": 4}, cpu, 64) == {"num_warps": 4}

@@ -21,7 +21,7 @@ from flexroll.bench.model import prepare_model
 from flexroll.bench.prompts import prepare_prompts
 from flexroll.errors import FlexrollError
 from flexroll.provenance import SRC
-from flexroll.schema.config import parse_config
+from flexroll.schema.load import parse_config
 
 TINY = Path(__file__).parents[1] / "models" / "tiny-gsm"
 

@@ -12,7 +12,7 @@ from flexroll import launch, provenance
 from flexroll.bench import device
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import expand, jobs
-from flexroll.schema.config import parse_config
+from flexroll.schema.load import parse_config
 
 FILES = {
     "flexroll/__init__.py": "import importlib\n\ndef f(name):\n    return importlib.import_module('flexroll.engine')\n",

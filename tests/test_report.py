@@ -10,13 +10,13 @@ import pytest
 for name in ("jinja2", "matplotlib", "pandas"):
     pytest.importorskip(name)
 
-import synthetic  # noqa: E402
-from flexroll.analysis.run import analyse  # noqa: E402
-from flexroll.errors import FlexrollError  # noqa: E402
-from flexroll.report import text  # noqa: E402
-from flexroll.report.render import render  # noqa: E402
-from flexroll.schema.cells import Cell  # noqa: E402
-from flexroll.schema.records import Record  # noqa: E402
+import synthetic
+from flexroll.analysis.run import analyse
+from flexroll.errors import FlexrollError
+from flexroll.report import text
+from flexroll.report.render import render
+from flexroll.schema.cells import Cell
+from flexroll.schema.records import Record
 
 REPORT = Path(__file__).parent.parent / "report"
 SECTIONS = [

@@ -81,97 +81,100 @@ def flex_attention_function(device: torch.device, compiled: bool) -> tuple[Calla
     return flex.flex_attention, False
 
 
-class DecodeMask:
-    """Mask of one decode step of up to `batch` sequences, one query each; rows that are not used point at slot 0."""
+class RowMask:
+    """What every mask has: query rows with a slot and a position each; unused rows point at slot 0, position 0.
 
-    def __init__(self, cache: KVCache, batch: int) -> None:
-        device, n_pages = cache.logical.device, cache.logical.shape[1]
-        self.batch, self.cache = batch, cache
-        self.slots = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(batch, dtype=torch.int64, device=device)
-        # As wide as the pool: flex_attention asks for block lists that could name every page.
-        self._lists = [torch.zeros(batch, 1, 1, n_pages, dtype=torch.int32, device=device) for _ in range(2)]
-        self._counts = [torch.zeros(batch, 1, 1, dtype=torch.int32, device=device) for _ in range(2)]
-        slots, positions, logical, size = self.slots, self.positions, cache.logical, cache.pages.page_size
+    slots, positions: int64 [rows] on the device, written in place, so that one compiled kernel serves every step.
+    """
 
-        def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            block = logical[slots[b], kv // size]
-            return (block >= 0) & (block * size + kv % size <= positions[b])
+    block_mask: flex.BlockMask
 
-        self.block_mask = flex.BlockMask.from_kv_blocks(
-            self._counts[0],
-            self._lists[0],
-            self._counts[1],
-            self._lists[1],
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        self.cache, self.rows = cache, rows
+        self.slots = torch.zeros(rows, dtype=torch.int64, device=cache.logical.device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=cache.logical.device)
+
+    def visible(self, row: Any, kv: Any) -> Any:
+        """Whether a query row sees physical position kv: its slot owns the page, and the place is not in its future."""
+        size = self.cache.pages.page_size
+        block = self.cache.logical[self.slots[row], kv // size]
+        return (block >= 0) & (block * size + kv % size <= self.positions[row])
+
+    def place(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Write slots and positions int64 [n], n <= rows; returns both padded to [rows]."""
+        padding = (0, self.rows - len(slots))
+        slots, positions = np.pad(slots, padding), np.pad(positions, padding)
+        self.slots.copy_(torch.from_numpy(slots))
+        self.positions.copy_(torch.from_numpy(positions))
+        return slots, positions
+
+    def block_lists(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Counts int32 [*shape] and page lists int32 [*shape, pages of the pool], all zero.
+
+        As wide as the pool, for flex_attention asks for lists that could name every page.
+        """
+        device, n_pages = self.cache.logical.device, self.cache.logical.shape[1]
+        return (
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros((*shape, n_pages), dtype=torch.int32, device=device),
+        )
+
+    def build(self, length: int, mask_mod: Callable[..., Any], *lists: torch.Tensor) -> flex.BlockMask:
+        """A BlockMask over the pool for `length` queries, from (count, list) of partial and, given, full pages."""
+        size = self.cache.pages.page_size
+        return flex.BlockMask.from_kv_blocks(
+            *lists,
             BLOCK_SIZE=(Q_BLOCK, size),
-            mask_mod=visible,
-            seq_lengths=(1, n_pages * size),
+            mask_mod=mask_mod,
+            seq_lengths=(length, self.cache.logical.shape[1] * size),
             compute_q_blocks=False,
         )
 
-    def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """slots, positions: int64 [n], n <= batch. Pages visible as a whole need no mask: they go to the full list."""
-        n, pages = len(slots), self.cache.pages
-        padded_slots = np.zeros(self.batch, dtype=np.int64)
-        padded_positions = np.zeros(self.batch, dtype=np.int64)
-        padded_slots[:n], padded_positions[:n] = slots, positions
-        n_full = (padded_positions + 1) // pages.page_size
-        n_partial = ((padded_positions + 1) % pages.page_size != 0).astype(np.int64)
-        width = int(n_full.max()) + 1
-        table = pages.table[padded_slots, : min(width, pages.max_blocks)]
-        partial = pages.table[padded_slots, np.minimum(n_full, pages.max_blocks - 1)]
-        self.slots.copy_(torch.from_numpy(padded_slots))
-        self.positions.copy_(torch.from_numpy(padded_positions))
-        self._counts[0].view(-1).copy_(torch.from_numpy(n_partial))
-        self._lists[0][:, 0, 0, 0].copy_(torch.from_numpy(partial))
-        self._counts[1].view(-1).copy_(torch.from_numpy(n_full))
-        self._lists[1][:, 0, 0, : table.shape[1]].copy_(torch.from_numpy(table))
 
+class DecodeMask(RowMask):
+    """Mask of one decode step of up to `rows` sequences, one query each: a batch of `rows`."""
 
-class PrefillMask:
-    """Mask of one prefill step: `length` query rows of any mix of sequences and chunks; unused rows point at slot 0."""
-
-    def __init__(self, cache: KVCache, length: int) -> None:
-        device, n_pages = cache.logical.device, cache.logical.shape[1]
-        self.length, self.cache = length, cache
-        self.slots = torch.zeros(length, dtype=torch.int64, device=device)
-        self.positions = torch.zeros(length, dtype=torch.int64, device=device)
-        n_blocks = -(-length // Q_BLOCK)
-        self._list = torch.zeros(1, 1, n_blocks, n_pages, dtype=torch.int32, device=device)
-        self._count = torch.zeros(1, 1, n_blocks, dtype=torch.int32, device=device)
-        slots, positions, logical, size = self.slots, self.positions, cache.logical, cache.pages.page_size
-
-        def visible(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            block = logical[slots[q], kv // size]
-            return (block >= 0) & (block * size + kv % size <= positions[q])
-
-        self.block_mask = flex.BlockMask.from_kv_blocks(
-            self._count,
-            self._list,
-            BLOCK_SIZE=(Q_BLOCK, size),
-            mask_mod=visible,
-            seq_lengths=(length, n_pages * size),
-            compute_q_blocks=False,
-        )
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        super().__init__(cache, rows)
+        self._partial, self._full = self.block_lists(rows, 1, 1), self.block_lists(rows, 1, 1)
+        self.block_mask = self.build(1, lambda b, h, q, kv: self.visible(b, kv), *self._partial, *self._full)
 
     def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """slots, positions: int64 [n], n <= length. A block of queries lists every page any of its rows may see."""
-        n, pages = len(slots), self.cache.pages
-        padded_slots = np.zeros(self.length, dtype=np.int64)
-        padded_positions = np.zeros(self.length, dtype=np.int64)
-        padded_slots[:n], padded_positions[:n] = slots, positions
-        lists = np.zeros(self._list.shape[2:], dtype=np.int32)
-        counts = np.zeros(lists.shape[0], dtype=np.int32)
-        for row in range(lists.shape[0]):
-            rows = slice(row * Q_BLOCK, (row + 1) * Q_BLOCK)
+        """slots, positions: int64 [n], n <= rows. Pages visible as a whole need no mask: they go to the full list."""
+        pages = self.cache.pages
+        slots, positions = self.place(slots, positions)
+        n_full = (positions + 1) // pages.page_size
+        n_partial = (positions + 1) % pages.page_size != 0
+        table = pages.table[slots, : int(n_full.max()) + 1]
+        partial = pages.table[slots, np.minimum(n_full, pages.max_blocks - 1)]
+        self._partial[0].view(-1).copy_(torch.from_numpy(n_partial))
+        self._partial[1][:, 0, 0, 0].copy_(torch.from_numpy(partial))
+        self._full[0].view(-1).copy_(torch.from_numpy(n_full))
+        self._full[1][:, 0, 0, : table.shape[1]].copy_(torch.from_numpy(table))
+
+
+class PrefillMask(RowMask):
+    """Mask of one prefill step: `rows` queries of any mix of sequences and chunks, in a batch of one."""
+
+    def __init__(self, cache: KVCache, rows: int) -> None:
+        super().__init__(cache, rows)
+        self._partial = self.block_lists(1, 1, -(-rows // Q_BLOCK))
+        self.block_mask = self.build(rows, lambda b, h, q, kv: self.visible(q, kv), *self._partial)
+
+    def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
+        """slots, positions: int64 [n], n <= rows. A block of queries lists every page any of its rows may see."""
+        pages = self.cache.pages
+        slots, positions = self.place(slots, positions)
+        counts = np.zeros(self._partial[0].shape[2:], dtype=np.int32)
+        lists = np.zeros(self._partial[1].shape[2:], dtype=np.int32)
+        for block in range(len(counts)):
+            rows = slice(block * Q_BLOCK, (block + 1) * Q_BLOCK)
             seen = []
-            for slot in np.unique(padded_slots[rows]):
-                last = padded_positions[rows][padded_slots[rows] == slot].max()
+            for slot in np.unique(slots[rows]):
+                last = positions[rows][slots[rows] == slot].max()
                 seen.append(pages.table[slot, : last // pages.page_size + 1])
             listed = np.concatenate(seen)
-            counts[row] = len(listed)
-            lists[row, : len(listed)] = listed
-        self.slots.copy_(torch.from_numpy(padded_slots))
-        self.positions.copy_(torch.from_numpy(padded_positions))
-        self._count.view(-1).copy_(torch.from_numpy(counts))
-        self._list[0, 0].copy_(torch.from_numpy(lists))
+            counts[block] = len(listed)
+            lists[block, : len(listed)] = listed
+        self._partial[0].view(-1).copy_(torch.from_numpy(counts))
+        self._partial[1][0, 0].copy_(torch.from_numpy(lists))

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexroll.analysis.model import Analysis, CellRow, DriftRow, Result, VerdictRow
 from flexroll.report import text
-from flexroll.report.measured import reference
+from flexroll.report.measured import references
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import VERDICTS
 
@@ -34,18 +34,21 @@ def summary(analysis: Analysis) -> list[str]:
 
 
 def _fastest(analysis: Analysis) -> list[str]:
-    """flex at its largest batch that vLLM also ran, in each section; else the fastest flex result."""
+    """flex at its largest batch that vLLM also ran, against every form of vLLM; else the fastest flex result."""
     found: list[str] = []
     for section in ("batch_sweep", "grpo"):
         flex = [r for r in analysis.results if r.section == section and r.backend == "flex" and r.status == "ok"]
-        pairs = [(r, other) for r in flex if (other := reference(r, analysis)) is not None]
-        if pairs:
-            r, other = max(pairs, key=lambda pair: (pair[0].batch, pair[0].tps or 0))
-            share = text.percent(r.tps / other.tps)  # type: ignore[operator]
-            ours, theirs = text.series_label(r.backend, r.adapter), text.series_label(other.backend, other.adapter)
+        paired = [r for r in flex if references(r, analysis)]
+        if paired:
+            r = max(paired, key=lambda r: (r.batch, r.tps or 0))
+            shares = [
+                f"{text.percent(r.tps / other.tps)} of the {text.rate(other.tps)} tok/s of "  # type: ignore[operator]
+                f"{text.series_label(other.backend, other.adapter)} ({other.sampling})"
+                for other in references(r, analysis)
+            ]
             found.append(
-                f"At batch {r.batch} ({text.SECTIONS[section]}, {r.sampling}) {ours} generates "
-                f"{text.rate(r.tps)} tok/s, {share} of the {text.rate(other.tps)} tok/s of {theirs}."
+                f"At batch {r.batch} ({text.SECTIONS[section]}) {text.series_label(r.backend, r.adapter)} generates "
+                f"{text.rate(r.tps)} tok/s ({r.sampling}), {text.listed(shares)}."
             )
         elif flex:
             r = max(flex, key=lambda r: r.tps or 0)

@@ -27,10 +27,10 @@ def judged_text(result: Result, analysis: Analysis) -> str:
     return "coherent" if result.coherent else "broken"
 
 
-def reference(result: Result, analysis: Analysis) -> Result | None:
-    """vLLM's result of the same work: same experiment, batch, stack, prompts and device.
+def references(result: Result, analysis: Analysis) -> list[Result]:
+    """vLLM's results of the same work: same experiment, batch, stack, prompts and device.
 
-    The same sampling comes before another; with LoRA, its LoRARequest before its merged weights.
+    Those with the same sampling, or with another where there is none; with LoRA, LoRARequest before merged weights.
     """
     keys = ("experiment", "batch", "stack", "device_uuids", "prompts_sha256")
     wanted = ["none"] if result.adapter == "none" else ["request", "merged"]
@@ -42,7 +42,13 @@ def reference(result: Result, analysis: Analysis) -> Result | None:
         and other.adapter in wanted
         and all(getattr(other, k) == getattr(result, k) for k in keys)
     ]
-    return min(found, key=lambda r: (r.sampling != result.sampling, wanted.index(r.adapter)), default=None)
+    same = [other for other in found if other.sampling == result.sampling]
+    return sorted(same or found, key=lambda r: wanted.index(r.adapter))
+
+
+def reference(result: Result, analysis: Analysis) -> Result | None:
+    """The first of `references`: what a table sets the result against."""
+    return next(iter(references(result, analysis)), None)
 
 
 def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -> Table:

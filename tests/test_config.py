@@ -1,0 +1,158 @@
+"""The config: presets are valid, the schema is in step, and every mistake ends in one line that says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytest.importorskip("snakemake")
+
+from flexroll.errors import FlexrollError
+from flexroll.schema.catalogue import BACKENDS
+from flexroll.schema.cells import expand, jobs
+from flexroll.schema.export import config_schema
+from flexroll.schema.load import known_stacks, load_config, parse_config
+
+CONFIGS = ["config.yaml", "workflow/presets/demo.yaml", "workflow/presets/smoke.yaml"]
+
+
+def minimal(**changes: Any) -> dict[str, Any]:
+    """The smallest valid config, with some of its top-level keys replaced."""
+    return {
+        "run": "x",
+        "model": {"name": "m", "path": "models/m"},
+        "prompts": {"path": "p.json", "count": 8},
+        "drift": {"stacks": ["torch2.11"]},
+        "experiments": {"one": experiment()},
+        **changes,
+    }
+
+
+def experiment(**changes: Any) -> dict[str, Any]:
+    base = {"title": "t", "section": "grpo", "batches": [2], "stacks": ["torch2.11"], "backends": [{"backend": "flex"}]}
+    return {**base, **changes}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_of_the_tree_are_valid(root: Path, name: str) -> None:
+    config = load_config(root / name, root)
+    cells = expand(config)
+    assert len({cell.path for cell in cells}) == len(cells) > 0
+    assert sum(len(job.cells) for job in jobs(cells)) == len(cells)
+    for job in jobs(cells):
+        assert len({(cell.stack, cell.backend, cell.adapter, cell.option, cell.session) for cell in job.cells}) == 1
+        assert [cell.batch for cell in job.cells] == sorted(cell.batch for cell in job.cells)
+
+
+def test_every_preset_is_tested(root: Path) -> None:
+    assert {f"workflow/presets/{path.name}" for path in (root / "workflow/presets").iterdir()} <= set(CONFIGS)
+
+
+def test_schema_file_is_in_step(root: Path) -> None:
+    assert (root / "workflow/config.schema.json").read_text() == config_schema(), "run `make schema`"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_schema_accepts_the_configs(root: Path, name: str) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    jsonschema.validate(load_config(root / name).model_dump(mode="json"), json.loads(config_schema()))
+
+
+def test_default_config_is_the_published_matrix(root: Path) -> None:
+    config = load_config(root / "config.yaml", root)
+    cells = expand(config)
+    assert config.requires.gpu == "B200" and config.samplings["equivalence"].min_p == 0.5
+
+    def batches(experiment: str, backend: str, adapter: str) -> set[int]:
+        return {c.batch for c in cells if (c.experiment, c.backend, c.adapter) == (experiment, backend, adapter)}
+
+    sweep = {8, 16, 32, 64, 128, 256}
+    for name in ("batch_sweep_sampled", "batch_sweep_greedy", "batch_sweep_seed_pairing"):
+        assert batches(name, "flex", "none") == batches(name, "vllm", "none") == sweep
+    assert batches("grpo_sampled", "flex", "merged") == batches("grpo_sampled", "vllm", "request") == sweep
+    pairing = {c.backend: c.sampling for c in cells if c.experiment == "batch_sweep_seed_pairing"}
+    assert pairing == {"flex": "greedy", "vllm": "equivalence"}
+    second = [c for c in cells if c.experiment.startswith("second_text")]
+    assert {c.backend for c in second} == set(BACKENDS)
+    assert {(c.batch, c.new_tokens, c.warmup_prompts) for c in second} == {(32, 512, 16)}
+    assert {c.stack for c in cells if c.experiment == "torch_versions"} == {"torch2.9.1", "torch2.11"}
+    # Continuous batching of transformers ignores min_p: sampled cells of it would not be like for like.
+    assert all(c.sampling_values.min_p == 0 for c in cells if c.backend == "transformers_cb")
+
+
+def test_demo_covers_backends_stacks_and_options(root: Path) -> None:
+    cells = expand(load_config(root / "workflow/presets/demo.yaml", root))
+    assert {cell.backend for cell in cells} == set(BACKENDS)
+    assert {cell.stack for cell in cells} == set(known_stacks(root))
+    assert len(jobs(cells)) <= 18  # a process costs ten seconds and more, and the demo is to end in minutes
+    assert {cell.batch for cell in cells} == {2, 4, 8}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (minimal(runn="y"), "unknown key 'runn'; did you mean 'run'"),
+        (minimal(options={"a": {"flex": {"page_sise": 64}}}), "did you mean 'page_size'"),
+        (minimal(options={"a": {"flex": {"page_size": 48}}}), "page_size must be 16, 32, 64, 128 or 256"),
+        (minimal(experiments={"one": experiment(backends=[{"backend": "flx"}])}), "did you mean 'flex'"),
+        (
+            minimal(experiments={"one": experiment(backends=[{"backend": "vllm", "adapters": ["unmerged"]}])}),
+            "backend 'vllm' has no adapter mode 'unmerged'; it has none, merged, request",
+        ),
+        (
+            minimal(experiments={"one": experiment(backends=[{"backend": "flex", "options": ["fast"]}])}),
+            "experiments.one: unknown option 'fast'",
+        ),
+        (minimal(experiments={"one": experiment(sampling="gredy")}), "did you mean 'greedy'"),
+        (minimal(experiments={"one": experiment(batches=[16])}), "batch 16 needs prompts.count of at least 16"),
+        (minimal(experiments={"one": experiment(batches=[0])}), "greater than 0"),
+        (minimal(experiments={"one": experiment(new_tokens=4096)}), "leaves no room for a prompt"),
+        (minimal(experiments={"a-b": experiment()}), "'a-b' cannot be part of a file name"),
+        (minimal(model={"name": "m", "source": "hub", "repo": "a/b"}), "needs repo and revision"),
+        (minimal(adapter={"targets": ["qproj"]}), "unknown target 'qproj'"),
+        ({"run": "x"}, "Field required"),
+    ],
+)
+def test_mistakes_are_one_line(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlexrollError) as caught:
+        parse_config(data, "config")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such config file"),
+        ("run: [", "not valid YAML"),
+        ("- a\n", "expected a mapping"),
+        (yaml.safe_dump(minimal(drift={"stacks": ["torch2.10"]})), "unknown stack 'torch2.10'; did you mean 'torch2.1"),
+    ],
+)
+def test_bad_files_are_one_line(root: Path, tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(FlexrollError, match=message.replace("'", ".")) as caught:
+        load_config(path, root)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_same_combination_twice_is_one_cell() -> None:
+    twice = experiment(backends=[{"backend": "flex"}, {"backend": "flex", "batches": [2, 4]}])
+    assert [cell.batch for cell in expand(parse_config(minimal(experiments={"one": twice})))] == [2, 4]
+
+
+def test_stacks_restrict_and_sessions_repeat() -> None:
+    config = parse_config(
+        minimal(experiments={"one": experiment(stacks=["torch2.9.1", "torch2.11"])}, repeats={"sessions": 2})
+    )
+    assert len(expand(config)) == 4
+    assert [job.name for job in jobs(expand(config, ["torch2.9.1"]))] == [
+        "torch2.9.1-flex-none-default-s1",
+        "torch2.9.1-flex-none-default-s2",
+    ]

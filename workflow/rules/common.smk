@@ -1,0 +1,124 @@
+# The config in use, its jobs, what each of them reads, and what makes it stale. Only this file holds functions.
+import os
+import re
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+ROOT = Path(workflow.basedir)
+sys.path.insert(0, str(ROOT / "src"))
+
+from flexroll import provenance
+from flexroll.errors import FlexrollError
+from flexroll.schema.catalogue import BACKENDS
+from flexroll.schema.cells import expand, jobs
+from flexroll.schema.load import load_config
+
+# Shell lines find `flexroll` beside the Python that runs Snakemake, and nothing of the caller's Python leaks in.
+os.environ.update(
+    PATH=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
+    PYTHONNOUSERSITE="1",
+    FLEXROLL_ROOT=str(ROOT),
+)
+os.environ.pop("PYTHONPATH", None)
+
+
+# Used with --software-deployment-method only; natively flexroll finds each stack's own environment.
+container: "containers/flexroll.sif"
+
+
+def read_config():
+    """The config file in use, its contents, and the stacks that --config stacks= leaves (None: all).
+
+    Snakemake merges config files, so that a preset would keep the default's experiments. There is no `configfile:`
+    here: exactly one file is read, and --config takes nothing but preset= and stacks=.
+    """
+    given = [Path(path) for path in workflow.overwrite_configfiles]
+    asked = dict(workflow.config_settings.config or {})
+    preset, only = asked.pop("preset", None), asked.pop("stacks", None)
+    if asked:
+        raise FlexrollError(
+            f"--config {next(iter(asked))}=...: only preset= and stacks= are taken; edit the config file"
+        )
+    if len(given) + (preset is not None) > 1:
+        raise FlexrollError("give one config: one --configfile FILE, or --config preset=NAME")
+    if preset is not None:
+        given = [ROOT / "workflow" / "presets" / f"{preset}.yaml"]
+    path = given[0] if given else ROOT / "config.yaml"
+    parsed = load_config(path, ROOT)
+    if only is not None:
+        only = [str(name) for name in only] if isinstance(only, list) else str(only).replace(",", " ").split()
+        for name in only:
+            if name not in parsed.stacks:
+                raise FlexrollError(f"--config stacks={name}: this config uses {', '.join(parsed.stacks)}")
+    validate(parsed.model_dump(mode="json"), str(ROOT / "workflow" / "config.schema.json"), set_default=False)
+    return str(path), parsed, only
+
+
+def needs_warmup(job):
+    """Whether a fresh process of this job would compile for long: flex unless eager, and on a GPU vLLM too."""
+    if DEVICE == "cpu":
+        # A merged adapter is only other weights: it runs the kernels that the warm-up without an adapter compiles.
+        twin = job.engine.replace("-flex-merged-", "-flex-none-")
+        if job.backend != "flex" or (job.adapter == "merged" and twin in ENGINES):
+            return False
+    return BACKENDS[job.backend].warmup and job.cells[0].option_values.get("compile", True)
+
+
+def job_inputs(job, after_warmup=False):
+    """What a job reads.
+
+    Snakemake overlooks the other reasons of a job whose ancient input comes from a job that is to run again, so
+    `ancient` is left to preflight, which has no parameters and runs again only for another machine. A warm-up is stale
+    when its jobs are.
+    """
+    files = {
+        "preflight": ancient(PREFLIGHT),
+        "model": f"work/{RUN}/model.json",
+        "prompts": f"work/{RUN}/prompts.json",
+    }
+    if job.adapter != "none":
+        files["adapter"] = f"work/{RUN}/adapter"
+    if job.adapter == "merged" and job.backend != "flex":  # flex merges in memory
+        files["merged"] = f"work/{RUN}/merged"
+    if after_warmup and needs_warmup(job):
+        files["warmup"] = f"work/{RUN}/warmup/{job.engine}.json"
+    return files
+
+
+def job_minutes(job):
+    """Most minutes the job may take: the limits that the CLI enforces."""
+    return int((CONFIG.limits.start_s + len(job.cells) * CONFIG.limits.cell_s) / 60) + 1
+
+
+try:
+    CONFIG_PATH, CONFIG, ONLY = read_config()
+    RUN = CONFIG.run
+    STACKS = [stack for stack in CONFIG.stacks if ONLY is None or stack in ONLY]
+    DEVICE = provenance.device_class()
+    JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
+    KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
+    ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
+    LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
+    CODE = {
+        name: provenance.source_hash(*modules, src=ROOT / "src")
+        for name, modules in {
+            "drift": ["flexroll.lora.drift"],
+            "analyse": ["flexroll.analysis.run"],
+            "report": ["flexroll.report.render"],
+        }.items()
+    }
+except FlexrollError as error:
+    raise WorkflowError(str(error)) from None
+
+LOGS = f"results/{RUN}/logs/rules"
+PREFLIGHT = f"work/{RUN}/preflight-{re.sub(r'[^A-Za-z0-9]+', '_', DEVICE)}.json"
+
+# A published run keeps its results: nothing but its table and its document is ever made again.
+PUBLISHED = Path(f"results/{RUN}/PUBLISHED").exists()
+MANIFESTS = [f"results/{RUN}/raw/{name}/job.json" for name in JOBS]
+DRIFT = [f"results/{RUN}/drift/{stack}.json" for stack in CONFIG.drift.stacks if stack in STACKS]
+if PUBLISHED:
+    MANIFESTS, DRIFT = ([path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT))

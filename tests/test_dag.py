@@ -163,6 +163,14 @@ def test_engine_reruns_what_uses_it(tree: Path) -> None:
     assert not {"model", "prompts", "adapter", "merge", "preflight"} & set(plan)
 
 
+def test_merging_reruns_what_reads_the_merged_checkpoint(tree: Path) -> None:
+    edit(tree / "src/flexroll/lora/merge.py", "\nCHANGED = 1\n")
+    plan = planned(tree)
+    assert plan["merge"] and "adapter" not in plan and "prompts" not in plan
+    merged = {job for job, backend in demo_jobs(tree).items() if "-merged-" in job or backend == "flex"}
+    assert plan["bench"] == merged
+
+
 def test_one_backend_reruns_what_imports_it(tree: Path) -> None:
     edit(tree / "src/flexroll/backends/vllm.py", "\nCHANGED = 1\n")
     users = {

@@ -95,9 +95,16 @@ def merge(
     out_dir: OutDirOption,
 ) -> None:
     """Write a checkpoint with the adapter merged in."""
-    from flexroll.lora.merge import write_merged
+    import json
 
+    from flexroll.bench.checkpoint import hash_files
+    from flexroll.bench.inputs import MERGED_FILES
+    from flexroll.lora.merge import write_merged
+    from flexroll.schema.records import write_json
+
+    (out_dir / MERGED_FILES).unlink(missing_ok=True)
     write_merged(_checkpoint(model), adapter, out_dir)
+    write_json(out_dir / MERGED_FILES, json.dumps(hash_files(out_dir), indent=1) + "\n")
 
 
 @app.command()

@@ -48,9 +48,21 @@ def source_hash(*roots: str, src: Path | None = None) -> str:
     Raises:
         FlexrollError: a root is no module of the package, or a file is not valid Python.
     """
-    src = src or SRC
+    return _hash_modules(imported_modules(*roots, src=src))
+
+
+def module_hash(*modules: str, src: Path | None = None) -> str:
+    """Hash of the code of these modules alone: for a step whose output is hashed again by those who read it."""
+    found = {name: _module_file(name, src or SRC) for name in modules}
+    for name, path in found.items():
+        if path is None:
+            raise FlexrollError(f"no module {name} under {src or SRC}; its source cannot be hashed")
+    return _hash_modules(found)  # type: ignore[arg-type]
+
+
+def _hash_modules(modules: dict[str, Path]) -> str:
     digest = hashlib.sha256()
-    for module, path in sorted(imported_modules(*roots, src=src).items()):
+    for module, path in sorted(modules.items()):
         digest.update(f"{module}\0{_parsed(path)[0]}\0".encode())
     return digest.hexdigest()
 

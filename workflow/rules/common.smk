@@ -105,9 +105,19 @@ try:
     CODE = {
         name: provenance.source_hash(*modules, src=ROOT / "src")
         for name, modules in {
+            "model": ["flexroll.bench.model"],
+            "prompts": ["flexroll.bench.prompts"],
             "drift": ["flexroll.lora.drift"],
             "analyse": ["flexroll.analysis.run"],
             "report": ["flexroll.report.render"],
+        }.items()
+    }
+    # Without what they import: a change to the engine must not make other engines' cells run again.
+    CODE |= {
+        name: provenance.module_hash(*modules, src=ROOT / "src")
+        for name, modules in {
+            "adapter": ["flexroll.lora.adapter"],
+            "merge": ["flexroll.lora.adapter", "flexroll.lora.merge"],
         }.items()
     }
 except FlexrollError as error:

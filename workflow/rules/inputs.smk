@@ -26,6 +26,7 @@ rule model:
         stack=STACKS[0],
     params:
         model=CONFIG.model.model_dump_json(),
+        code=CODE["model"],
     shell:
         "flexroll --stack {resources.stack} model --config {resources.config:q} --out {output} 2>&1 | tee {log}"
 
@@ -43,6 +44,7 @@ rule prompts:
         stack=STACKS[0],
     params:
         prompts=CONFIG.prompts.model_dump_json(),
+        code=CODE["prompts"],
         max_model_len=CONFIG.max_model_len,
     shell:
         "flexroll --stack {resources.stack} prompts --config {resources.config:q} --model {input.model} --out {output}"
@@ -62,6 +64,7 @@ rule adapter:
         stack=STACKS[0],
     params:
         adapter=CONFIG.adapter.model_dump_json(),
+        code=CODE["adapter"],
     shell:
         "flexroll --stack {resources.stack} adapter --config {resources.config:q} --model {input.model} --out-dir {output}"
         " 2>&1 | tee {log}"
@@ -79,6 +82,8 @@ rule merge:
         config=CONFIG_PATH,
         gpu=0,
         stack=STACKS[0],
+    params:
+        code=CODE["merge"],
     shell:
         "flexroll --stack {resources.stack} merge --model {input.model} --adapter {input.adapter} --out-dir {output}"
         " 2>&1 | tee {log}"

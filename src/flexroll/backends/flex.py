@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from flexroll.backends.base import Backend, EngineSpec, Generation
-from flexroll.engine import Engine, SamplingParams
+from flexroll.engine.engine import Engine
+from flexroll.engine.sampling import SamplingParams
 from flexroll.schema.config import Sampling
 
 

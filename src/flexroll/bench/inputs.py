@@ -13,10 +13,15 @@ from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Job, expand, jobs
 from flexroll.schema.config import Config
 
+MERGED_FILES = "files.json"  # {name: sha256} of the merged checkpoint, written when it is complete
+
 
 @dataclass(frozen=True)
 class Inputs:
-    """What earlier rules prepared for a job. hashes: model, prompts and, for an adapter mode, adapter."""
+    """What earlier rules prepared for a job.
+
+    hashes: of model and prompts; of adapter and merged checkpoint where the job reads them.
+    """
 
     model: Path
     prompts: Path
@@ -53,8 +58,9 @@ def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
     if job.adapter != "none":
         adapter = work / "adapter"
         hashes["adapter"] = _adapter_hash(adapter)
-    if job.adapter == "merged" and (work / "merged" / "config.json").exists():
+    if job.adapter == "merged" and job.backend != "flex":  # flex merges in memory
         merged = work / "merged"
+        hashes["merged"] = fingerprint(read_input(merged / MERGED_FILES, "merge", ("config.json",)))
     return Inputs(folder, work / "prompts.json", prompts["sha256"], adapter, merged, hashes)
 
 

@@ -132,7 +132,7 @@ class Engine:
         base = load_weights(Path(model), dtype, device)
         if adapter is None:
             return cls(base, **options)
-        from flexroll.lora import attach  # late: lora builds on this package
+        from flexroll.lora.attach import attach  # late: lora builds on this package
 
         weights, low_rank, merged = attach(base, Path(adapter), adapter_mode)
         return cls(weights, low_rank=low_rank, merged=merged, **options)

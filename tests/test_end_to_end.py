@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
-    """A copy of the tree on which the smoke preset was killed once a first engine was measured, and then run to its end."""
+    """A copy of the tree on which the smoke preset was killed as soon as a first engine was measured."""
     tree = tmp_path_factory.mktemp("smoke")
     for part in PARTS:
         if (root / part).is_dir():

@@ -39,9 +39,9 @@ def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
             # A workflow's thread count, or none at all, must not decide what is measured.
             "OMP_NUM_THREADS": str(cores()),
             "MKL_NUM_THREADS": str(cores()),
-            # Threads that spin for each other collapse as soon as anything else runs: with one busy process beside it
-            # flex fell from about 700 to 50 tok/s on two cores, waiting passively it stayed at 700.
-            "OMP_WAIT_POLICY": "PASSIVE",
+            # libgomp's threads spin for each other for milliseconds and collapse as soon as anything else runs: beside
+            # one busy process flex fell from 850 to 50 tok/s on two cores. With a short spin: 520, and 860 alone.
+            "GOMP_SPINCOUNT": "1000",
             # Inductor tests each instruction set in a process that imports torch: 9 s a worker. The CPU's flags decide.
             "TORCHINDUCTOR_VEC_ISA_OK": "1",
             "CUDA_VISIBLE_DEVICES": "",

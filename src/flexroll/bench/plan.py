@@ -30,14 +30,15 @@ GPU_TPS: dict[str, dict[int, float]] = {
     "unsloth": {32: 641},
 }
 CPU_TPS: dict[str, dict[int, float]] = {
-    "flex": {2: 120, 8: 350},
-    "flex/eager": {2: 60, 8: 150},
-    "vllm": {4: 150},
-    "transformers_generate": {2: 90, 8: 330},
-    "transformers_cb": {2: 90, 8: 300},
+    "flex": {2: 300, 8: 820},
+    "flex/eager": {4: 43},
+    "vllm": {8: 200},
+    "transformers_generate": {2: 230, 8: 580},
+    "transformers_cb": {2: 115, 8: 350},
 }
-CPU_START_S = {"flex": 25.0, "vllm": 75.0, "transformers_generate": 12.0, "transformers_cb": 12.0, "unsloth": 8.0}
-STACK_GB = {"cpu": 2.6, "cuda": 9.0}  # one stack's environment on disk
+# Process, imports and compile of a job, seconds (same run).
+CPU_START_S = {"flex": 15.0, "vllm": 40.0, "transformers_generate": 9.0, "transformers_cb": 9.0, "unsloth": 1.0}
+STACK_GB = {"cpu": 7.0, "cuda": 9.0}  # one stack's environment on disk
 
 
 @dataclass(frozen=True)

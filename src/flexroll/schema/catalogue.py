@@ -12,7 +12,7 @@ ADAPTER_MODES = ("none", "merged", "unmerged", "request")
 class BackendFacts:
     """label: as printed. adapters: modes it can run. needs_gpu: it cannot run on the CPU at all.
     warmup: a fresh process compiles for long unless a cache was filled before (see the warm-up rule).
-    start_s: seconds to start on a GPU, for `flexroll plan` (measured: reference figures of an H200; README)."""
+    start_s: seconds to start on a GPU, for `flexroll plan`; rough (vLLM took 80 to 131 on an H200)."""
 
     label: str
     adapters: tuple[str, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -14,6 +14,7 @@ pytest.importorskip("snakemake")
 from flexroll.errors import FlexrollError
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs
+from flexroll.schema.config import AdapterMode, BackendName
 from flexroll.schema.export import config_schema
 from flexroll.schema.load import known_stacks, load_config, parse_config
 
@@ -156,3 +157,8 @@ def test_stacks_restrict_and_sessions_repeat() -> None:
         "torch2.9.1-flex-none-default-s1",
         "torch2.9.1-flex-none-default-s2",
     ]
+
+
+def test_names_in_the_config_are_those_of_the_catalogue() -> None:
+    assert set(get_args(BackendName)) == set(BACKENDS)
+    assert set(get_args(AdapterMode)) == {mode for facts in BACKENDS.values() for mode in facts.adapters}

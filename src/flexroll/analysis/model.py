@@ -32,13 +32,8 @@ class MemoryRow(Base):
     device_total: int | None = None
 
 
-class CellRow(Base):
-    """One cell of the matrix with its session, whatever became of it.
-
-    rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
-    status is ok. spread: (best - min) / median. coherence: None without samples. note: where the record was measured
-    under other settings than the config now asks for. file: path relative to the run's folder.
-    """
+class Configuration(Base):
+    """What a row is about: a cell without its session."""
 
     experiment: str
     section: str
@@ -48,6 +43,16 @@ class CellRow(Base):
     option: str
     sampling: str
     stack: str
+
+
+class CellRow(Configuration):
+    """One cell of the matrix with its session, whatever became of it.
+
+    rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
+    status is ok. spread: (best - min) / median. coherence: None without samples. note: where the record was measured
+    under other settings than the config now asks for. file: path relative to the run's folder.
+    """
+
     session: int
     new_tokens: int
     status: Status
@@ -74,18 +79,10 @@ class CellRow(Base):
     rounds: list[RoundRow] = []
 
 
-class Result(Base):
+class Result(Configuration):
     """A configuration: its cells over all sessions. tps: median of the sessions' medians, over ok cells only; best and
     min are over every measured round; n: rounds behind them. status is ok where any session is ok."""
 
-    experiment: str
-    section: str
-    backend: str
-    adapter: str
-    batch: int
-    option: str
-    sampling: str
-    stack: str
     new_tokens: int
     option_values: dict[str, Any]
     status: Status

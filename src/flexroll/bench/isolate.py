@@ -17,7 +17,7 @@ from flexroll.provenance import SRC
 
 def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
     """The worker's environment: compile caches a stack and device, no network, no user site, this package."""
-    cache = (root / ".cache" / f"{stack}-{re.sub(r'[^A-Za-z0-9.]+', '-', device)}").resolve()
+    cache = (root / ".cache" / f"{stack}-{_file_name(device)}").resolve()
     env = dict(os.environ)
     env |= {
         "PYTHONPATH": str(SRC),
@@ -49,12 +49,17 @@ def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
     return env
 
 
+def _file_name(device: str) -> str:
+    """A device class as part of a file name: "NVIDIA H200" -> "NVIDIA-H200"."""
+    return re.sub(r"[^A-Za-z0-9.]+", "-", device)
+
+
 @contextmanager
 def device_lock(root: Path, device: str) -> Iterator[None]:
     """One measurement at a time on this tree's device, also beside a job that a killed workflow left running."""
     folder = root / ".cache"
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"measuring-{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.lock")
+    lock = FileLock(folder / f"measuring-{_file_name(device)}.lock")
     try:
         lock.acquire(timeout=0)
     except Timeout:

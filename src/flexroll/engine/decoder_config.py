@@ -41,7 +41,6 @@ class DecoderConfig:
     rope: Rope
     qk_norm: bool
     tied_head: bool
-    max_positions: int
     eos_ids: tuple[int, ...]
 
     @property
@@ -86,7 +85,6 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
             rope=_read_rope(data, folder),
             qk_norm=model_type == "qwen3",
             tied_head=bool(data.get("tie_word_embeddings", False)),
-            max_positions=int(data.get("max_position_embeddings", 2048)),
             eos_ids=_eos_ids(folder, data),
         )
     except KeyError as error:

@@ -233,7 +233,7 @@ class Engine:
                 f"prompt {index} has {len(tokens)} tokens; max_model_len {self.max_model_len} allows "
                 f"{self.max_model_len - 1} and one new token"
             )
-        # The last generated token is never attended to, so it needs no place.
+        # The last generated token is never attended to and needs no place; admission asks for one place to spare.
         longest = min(len(tokens) + max(params.max_new_tokens, 1) - 1, self.max_model_len - 1)
         if self.cache.pages.blocks_for(longest + 1) > self.cache.pages.n_pages:
             raise FlexrollError(

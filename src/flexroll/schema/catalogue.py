@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-ADAPTER_MODES = ("none", "merged", "unmerged", "request")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ A job is one process: all cells that share an engine configuration and a session
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 
 from pydantic import BaseModel, ConfigDict
 
@@ -95,40 +96,41 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
     The same combination named twice in one experiment is one cell.
     """
     wanted = None if stacks is None else set(stacks)
-    cells: dict[tuple, Cell] = {}
+    cells: dict[str, Cell] = {}
     for name, experiment in config.experiments.items():
         for use in experiment.backends:
-            for stack in use.stacks or experiment.stacks:
-                if wanted is not None and stack not in wanted:
-                    continue
-                for option in use.options:
-                    for adapter in use.adapters:
-                        for batch in use.batches or experiment.batches:
-                            for session in range(1, config.repeats.sessions + 1):
-                                sampling = use.sampling or experiment.sampling
-                                cell = Cell(
-                                    experiment=name,
-                                    section=experiment.section,
-                                    backend=use.backend,
-                                    adapter=adapter,
-                                    batch=batch,
-                                    option=option,
-                                    option_values=config.option(option).for_backend(use.backend),
-                                    sampling=sampling,
-                                    sampling_values=config.samplings[sampling],
-                                    stack=stack,
-                                    session=session,
-                                    model=config.model.name,
-                                    dtype=config.model.dtype,
-                                    new_tokens=experiment.new_tokens,
-                                    ignore_eos=experiment.ignore_eos,
-                                    max_model_len=config.max_model_len,
-                                    rounds=experiment.rounds or config.repeats.rounds,
-                                    warmup_rounds=config.repeats.warmup_rounds,
-                                    warmup_prompts=experiment.warmup_prompts or batch,
-                                    seed=config.seed,
-                                )
-                                cells.setdefault((cell.path,), cell)
+            sampling = use.sampling or experiment.sampling
+            axes = product(
+                [s for s in use.stacks or experiment.stacks if wanted is None or s in wanted],
+                use.options,
+                use.adapters,
+                use.batches or experiment.batches,
+                range(1, config.repeats.sessions + 1),
+            )
+            for stack, option, adapter, batch, session in axes:
+                cell = Cell(
+                    experiment=name,
+                    section=experiment.section,
+                    backend=use.backend,
+                    adapter=adapter,
+                    batch=batch,
+                    option=option,
+                    option_values=config.option(option).for_backend(use.backend),
+                    sampling=sampling,
+                    sampling_values=config.samplings[sampling],
+                    stack=stack,
+                    session=session,
+                    model=config.model.name,
+                    dtype=config.model.dtype,
+                    new_tokens=experiment.new_tokens,
+                    ignore_eos=experiment.ignore_eos,
+                    max_model_len=config.max_model_len,
+                    rounds=experiment.rounds or config.repeats.rounds,
+                    warmup_rounds=config.repeats.warmup_rounds,
+                    warmup_prompts=experiment.warmup_prompts or batch,
+                    seed=config.seed,
+                )
+                cells.setdefault(cell.path, cell)
     return list(cells.values())
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.config import Section
+from flexroll.schema.load import read_yaml
 
 Topic = Literal["batch_sweep", "grpo", "options", "broke", "torch_versions", "drift", "second_text", "four_bit"]
 CellMetric = Literal["tps", "decode_tps", "memory_gb"]
@@ -222,12 +222,7 @@ def load_claims(path: Path) -> ClaimsFile:
     Raises:
         FlexrollError: missing, not YAML, or the first bad key or value, by claim id where there is one.
     """
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
-        raise FlexrollError(f"{path}: no such claims file") from None
-    except yaml.YAMLError as error:
-        raise FlexrollError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path, "claims")
     try:
         return ClaimsFile.model_validate(data)
     except ValidationError as error:

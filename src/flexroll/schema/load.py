@@ -26,18 +26,23 @@ def parse_config(data: Any, where: str = "config") -> Config:
         raise FlexrollError(f"{where}: {_explain(error)}") from None
 
 
+def read_yaml(path: Path, kind: str) -> Any:
+    """The contents of a YAML file. Raises FlexrollError, naming the kind of file, where it is missing or not YAML."""
+    try:
+        return yaml.safe_load(Path(path).read_text())
+    except FileNotFoundError:
+        raise FlexrollError(f"{path}: no such {kind} file") from None
+    except yaml.YAMLError as error:
+        raise FlexrollError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
 def load_config(path: Path, root: Path | None = None) -> Config:
     """Read and validate a YAML file; with `root`, the stacks it names must exist there.
 
     Raises:
         FlexrollError: the file is missing, is not YAML, or holds an unknown or bad value.
     """
-    try:
-        data = yaml.safe_load(Path(path).read_text())
-    except FileNotFoundError:
-        raise FlexrollError(f"{path}: no such config file") from None
-    except yaml.YAMLError as error:
-        raise FlexrollError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    data = read_yaml(path, "config")
     if not isinstance(data, dict):
         raise FlexrollError(f"{path}: expected a mapping of settings at the top level")
     config = parse_config(data, str(path))

@@ -1,7 +1,7 @@
 """Counter-based random numbers: Philox4x32-10 (Salmon et al., SC'11), in torch integer arithmetic.
 
-The noise of a token depends on (seed, request, position) alone, so a run repeats whatever the slot, the bucket or a
-preemption; no generator state exists that an order of execution could disturb.
+The noise of a token depends on (seed, request, sample, position) alone, so a run repeats whatever the slot, the bucket
+or a preemption; no generator state exists that an order of execution could disturb.
 """
 
 from __future__ import annotations
@@ -31,10 +31,15 @@ def philox4x32(counter: tuple[torch.Tensor, ...], key: tuple[torch.Tensor, ...])
     return c0, c1, c2, c3
 
 
-def uniform(seeds: torch.Tensor, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One float64 in [0, 1) with 53 random bits a row; all arguments int64 [n] (seeds of up to 64 bits)."""
-    zero = torch.zeros_like(positions)
-    counter = (positions & MASK, requests & MASK, (requests >> 32) & MASK, zero)
+def uniform(
+    seeds: torch.Tensor, requests: torch.Tensor, samples: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """One float64 in [0, 1) with 53 random bits a row; all arguments integer [n].
+
+    Seeds and requests count with 64 bits, samples and positions with 32.
+    """
+    seeds, requests, samples, positions = (v.to(torch.int64) for v in (seeds, requests, samples, positions))
+    counter = (positions & MASK, requests & MASK, (requests >> 32) & MASK, samples & MASK)
     first, second, _, _ = philox4x32(counter, (seeds & MASK, (seeds >> 32) & MASK))
     bits = ((first << 21) ^ (second >> 11)) & ((1 << 53) - 1)
     return bits.double() / (1 << 53)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -106,6 +107,7 @@ def test_drift_is_none_here_and_some_in_pefts_round_trip(tiny_gsm, adapter):
     report = drift.verify(tiny_gsm, adapter, cycles=3)
     assert report["base_identical"] and report["base_sha256_before"] == report["base_sha256_after"]
     assert report["inference_identical"] and report["merged_exact"] and report["merged_wrong"] == 0
+    assert 0 < report["rounding_ties"] < 0.02 * report["weights_checked"]
     assert report["weights_checked"] == 4 * 6 * (256 * 512 * 2 + 256 * 256 * 2 + 3 * 256 * 768)
     cycles = report["peft"]["cycles"]
     assert [c["cycle"] for c in cycles] == [1, 2, 3]
@@ -135,6 +137,79 @@ def test_the_drift_check_can_fail(tiny_gsm, adapter, monkeypatch, fault):
     assert report["base_identical"] == (fault != "base")
     assert report["merged_exact"] == (fault != "merged")
     assert report["inference_identical"] == (fault == "merged")
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_gsm, adapter):
+    """A merged copy whose fp32 adapter has left the bf16 grid, as after a training step, and the pristine weights."""
+    base = load_weights(tiny_gsm, torch.bfloat16, "cpu")
+    copy = MergedCopy(base, read_adapter(adapter).to("cpu", torch.float32))
+    drift._perturb(copy.adapter, 1e-3, torch.Generator().manual_seed(1))
+    return copy, base
+
+
+def merge_by(copy, base, how):
+    """Overwrite the inference copy with how(base weight, A, B, scale) of each module."""
+    for module, (a, b) in copy.adapter.pairs.items():
+        name = f"{module}.weight"
+        copy.weights.view(name).copy_(how(base.view(name), a, b, copy.adapter.scale))
+
+
+def as_tf32(x):
+    return ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+FAULTS = {
+    "stale": lambda w, a, b, s: w.float() + s * ((0.99 * b) @ a),
+    "never merged": lambda w, a, b, s: w,
+    "delta rounded first": lambda w, a, b, s: w + (s * (b @ a)).bfloat16(),
+    "bf16 operands": lambda w, a, b, s: w.float() + s * (b.bfloat16() @ a.bfloat16()).float(),
+    "tf32": lambda w, a, b, s: w.float() + s * (as_tf32(b) @ as_tf32(a)),
+    "cut off": lambda w, a, b, s: ((w.float() + s * (b @ a)).view(torch.int32) & ~0xFFFF).view(torch.float32),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_merged_in_another_way_are_wrong(trained, fault):
+    merge_by(*trained, FAULTS[fault])
+    wrong, _ = drift.wrong_weights(*trained)
+    assert wrong > 100
+
+
+def test_any_order_of_the_sum_is_right(trained):
+    """Orders that differ in fp32 now and then round differently; fp64 tells those weights from wrong ones."""
+    copy, base = trained
+
+    def backwards(w, a, b, s):
+        total = torch.zeros(w.shape)
+        for k in reversed(range(len(a))):
+            total += b[:, k : k + 1] * a[k]
+        return w.float() + s * total
+
+    copy.refresh()
+    usual = {name: view.clone() for name, view in copy.weights.named_views()}
+    merge_by(copy, base, backwards)
+    differ = sum(int((view != usual[name]).sum()) for name, view in copy.weights.named_views())
+    wrong, ties = drift.wrong_weights(copy, base)
+    assert wrong == 0 and 0 < differ <= ties < 0.02 * base.n_bytes / 2
+    assert drift.wrong_weights(copy, base, block=1000) == (wrong, ties)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_one_wrong_weight_is_counted(trained, value):
+    copy, base = trained
+    copy.refresh()
+    copy.weights.view(next(f"{module}.weight" for module in copy.adapter.pairs))[-1, -1] = value
+    assert drift.wrong_weights(copy, base)[0] == 1
+
+
+def test_without_triton_the_merge_is_the_same(tiny_gsm, adapter, monkeypatch):
+    base = load_weights(tiny_gsm, torch.bfloat16, "cpu")
+    expected = drift.weights_sha256(MergedCopy(base, read_adapter(adapter)).weights)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "flexroll.lora.merge_kernel", raising=False)
+    monkeypatch.delattr("flexroll.lora.merge_kernel", raising=False)
+    assert drift.weights_sha256(MergedCopy(base, read_adapter(adapter)).weights) == expected
 
 
 def test_refresh_without_a_merged_adapter_says_so(tiny_gsm, adapter):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flexroll.engine.decoder import LowRank
+from flexroll.engine.ops import LowRank
 from flexroll.engine.weights import DecoderWeights
 from flexroll.errors import FlexrollError
 from flexroll.lora.adapter import check_fits, read_adapter

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from safetensors.torch import save_file
@@ -25,12 +26,16 @@ class MergedCopy:
     Matrices the adapter touches are a second copy; embeddings, norms and head are shared with the base. `refresh`
     writes into the same storage, so CUDA graphs captured over it stay valid. `adapter` may be replaced or changed in
     place between refreshes; its module names must stay.
+    precision: how the fused kernel makes B @ A, see lora.merge_kernel.launch; without it the product is plain fp32.
     """
 
-    def __init__(self, base: DecoderWeights, adapter: AdapterWeights) -> None:
+    def __init__(self, base: DecoderWeights, adapter: AdapterWeights, precision: str = "ieee") -> None:
         self.base = base
         self.adapter = adapter.to(base.device)
+        self.precision = precision
         self.weights = base.copy_for_merging([f"{module}.weight" for module in adapter.pairs])
+        self._kernel = _fused_kernel(base.device, base.dtype)
+        self._table, self._built_for = None, None
         self.refresh()
 
     @property
@@ -42,10 +47,44 @@ class MergedCopy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """merged = round(fp32(base) + scale * B @ A) for every module of the adapter."""
+        """merged = round(fp32(base) + scale * B @ A) for every module of the adapter.
+
+        On a GPU one launch of a fused kernel (lora.merge_kernel) on the current stream, elsewhere module by module.
+        """
+        if self._kernel is not None:
+            self._refresh_fused()
+            return
         for module in self.adapter.pairs:
             name = f"{module}.weight"
             self.weights.view(name).copy_(self.base.view(name).float() + self.adapter.delta(module))
+
+    def _refresh_fused(self) -> None:
+        """Launch over the table of addresses, made anew if anything it describes is no longer where or what it was."""
+        device = self.base.device
+        pairs = {
+            module: (self._kernel.readable(a, device), self._kernel.readable(b, device))
+            for module, (a, b) in self.adapter.pairs.items()
+        }
+        described = [self.adapter.scale, *self.adapter.pairs]
+        for tensors in (self.base.tensors, self.weights.tensors):
+            described += [t.data_ptr() for t in tensors.values()]
+        described += [(t.data_ptr(), t.dtype, t.shape, t.stride()) for pair in pairs.values() for t in pair]
+        if described != self._built_for:
+            modules = []
+            for module, (a, b) in pairs.items():
+                name = f"{module}.weight"
+                modules.append(self._kernel.Module(self.base.view(name), self.weights.view(name), a, b))
+            self._table, self._built_for = self._kernel.build_table(modules, self.adapter.scale), described
+        self._kernel.launch(self._table, self.precision)
+
+
+def _fused_kernel(device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """The module with the fused kernel where it can run: Triton may be missing, and needs a GPU or its interpreter."""
+    try:
+        from flexroll.lora import merge_kernel
+    except ImportError:
+        return None
+    return merge_kernel if merge_kernel.usable(device, dtype) else None
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flexroll.engine.decoder import LowRank
+from flexroll.engine.ops import LowRank
 from flexroll.engine.weights import DecoderWeights
 from flexroll.lora.adapter import AdapterWeights
 

@@ -1,9 +1,4 @@
-"""flex_attention over the paged pool: block masks with static shapes, one a bucket, filled in place at every step.
-
-A mask function sees physical positions; `cache.logical` turns them into logical ones, so where a page lies never
-changes the result. The block lists only say which pages need a look: the mask function alone is right as well, which
-eager flex_attention, ignoring block lists, relies on.
-"""
+"""flex_attention over the paged pool: kernel options, compilation, and the two kinds of call, decode and prefill."""
 
 from __future__ import annotations
 
@@ -17,14 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.attention import flex_attention as flex
 
 from flexroll.engine.kv_cache import KVCache
+from flexroll.engine.masks import Q_BLOCK, DecodeMask, PrefillMask
 from flexroll.errors import FlexrollError
 
-Q_BLOCK = 128  # query rows a block list speaks for; flex_attention's own default
 RECOMPILE_LIMIT = 256  # one static variant a bucket and pool size; dynamo's default of 8 would fail beyond it
 
 
@@ -42,8 +36,10 @@ def compile_problem(device: torch.device) -> str | None:
     return None
 
 
-def check_kernel_options(options: dict[str, Any], name: str) -> dict[str, Any]:
+def check_kernel_options(options: dict[str, Any], name: str, contiguous: bool) -> dict[str, Any]:
     """Return `options` if the installed torch knows every key; its compiler would fail on others far from the cause.
+
+    contiguous: whether a sequence's pages lie one after another for its whole life.
 
     Raises:
         FlexrollError: naming the key and the torch version.
@@ -55,17 +51,29 @@ def check_kernel_options(options: dict[str, Any], name: str) -> dict[str, Any]:
             raise FlexrollError(
                 f"{name}: torch {torch.__version__} has no kernel option '{key}'; it has {', '.join(sorted(known))}"
             )
+    if options.get("BLOCKS_ARE_CONTIGUOUS") and not contiguous:
+        # Pages from a free list lie anywhere; the flag would read other sequences' keys.
+        raise FlexrollError(
+            f"{name}: BLOCKS_ARE_CONTIGUOUS needs a sequence's pages to lie one after another for its whole life; "
+            "leave it out, or give the engine contiguous=True"
+        )
     return dict(options)
 
 
-def with_block_sizes(options: dict[str, Any], device: torch.device, page_size: int) -> dict[str, Any]:
-    """`options` with a BLOCK_N that divides a page, unless they name one.
+def with_block_sizes(options: dict[str, Any], device: torch.device, page_size: int, prefill: bool) -> dict[str, Any]:
+    """`options` with block sizes that divide the mask's, unless they name some.
 
-    On a GPU a kernel's key block must divide the mask's, which is a page; Inductor's choice for 16-bit types is 128.
+    On a GPU a kernel's key block must divide a page and a prefill kernel's query block the mask's; Inductor's choice
+    for 16-bit types is 128 for either.
     """
-    if device.type != "cuda" or {"BLOCK_N", "fwd_BLOCK_N"} & set(options):
+    if device.type != "cuda":
         return options
-    return {**options, "BLOCK_N": min(64, page_size)}
+    added: dict[str, Any] = {}
+    if not {"BLOCK_N", "fwd_BLOCK_N"} & set(options):
+        added["BLOCK_N"] = min(64, page_size)
+    if prefill and not {"BLOCK_M", "fwd_BLOCK_M"} & set(options):
+        added["BLOCK_M"] = Q_BLOCK
+    return {**options, **added}
 
 
 def flex_attention_function(device: torch.device, compiled: bool) -> tuple[Callable[..., torch.Tensor], bool]:
@@ -81,100 +89,39 @@ def flex_attention_function(device: torch.device, compiled: bool) -> tuple[Calla
     return flex.flex_attention, False
 
 
-class RowMask:
-    """What every mask has: query rows with a slot and a position each; unused rows point at slot 0, position 0.
+class FlexAttention:
+    """flex_attention on one cache: the function, compiled or not, and the options of decode and prefill kernels."""
 
-    slots, positions: int64 [rows] on the device, written in place, so that one compiled kernel serves every step.
-    """
+    def __init__(
+        self,
+        cache: KVCache,
+        function: Callable[..., torch.Tensor],
+        compiled: bool,
+        decode_options: dict[str, Any],
+        prefill_options: dict[str, Any],
+    ) -> None:
+        self.cache, self.compiled, self._function = cache, compiled, function
+        self._gqa = cache.config.n_heads != cache.config.n_kv_heads
+        self._decode_options, self._prefill_options = decode_options or None, prefill_options or None
+        self.q_block = int(prefill_options.get("fwd_BLOCK_M", prefill_options.get("BLOCK_M", Q_BLOCK)))
 
-    block_mask: flex.BlockMask
+    def decode(self, layer: int, q: torch.Tensor, mask: DecodeMask) -> torch.Tensor:
+        """q [rows, heads, head_dim], a sequence a row -> [rows, heads * head_dim]."""
+        return self._call(layer, q.unsqueeze(2), mask.block_mask, self._decode_options).flatten(1)
 
-    def __init__(self, cache: KVCache, rows: int) -> None:
-        self.cache, self.rows = cache, rows
-        self.slots = torch.zeros(rows, dtype=torch.int64, device=cache.logical.device)
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=cache.logical.device)
+    def prefill(self, layer: int, q: torch.Tensor, mask: PrefillMask) -> torch.Tensor:
+        """q [rows, heads, head_dim], any mix of sequences -> [rows, heads * head_dim]."""
+        out = self._call(layer, q.transpose(0, 1).unsqueeze(0), mask.block_mask, self._prefill_options)
+        return out[0].transpose(0, 1).flatten(1)
 
-    def visible(self, row: Any, kv: Any) -> Any:
-        """Whether a query row sees physical position kv: its slot owns the page, and the place is not in its future."""
-        size = self.cache.pages.page_size
-        block = self.cache.logical[self.slots[row], kv // size]
-        return (block >= 0) & (block * size + kv % size <= self.positions[row])
-
-    def place(self, slots: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Write slots and positions int64 [n], n <= rows; returns both padded to [rows]."""
-        padding = (0, self.rows - len(slots))
-        slots, positions = np.pad(slots, padding), np.pad(positions, padding)
-        self.slots.copy_(torch.from_numpy(slots))
-        self.positions.copy_(torch.from_numpy(positions))
-        return slots, positions
-
-    def block_lists(self, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts int32 [*shape] and page lists int32 [*shape, pages of the pool], all zero.
-
-        As wide as the pool, for flex_attention asks for lists that could name every page.
-        """
-        device, n_pages = self.cache.logical.device, self.cache.logical.shape[1]
-        return (
-            torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros((*shape, n_pages), dtype=torch.int32, device=device),
+    def _call(
+        self, layer: int, q: torch.Tensor, block_mask: flex.BlockMask, options: dict[str, Any] | None
+    ) -> torch.Tensor:
+        return self._function(
+            q,
+            self.cache.keys[layer],
+            self.cache.values[layer],
+            block_mask=block_mask,
+            enable_gqa=self._gqa,
+            kernel_options=options,
         )
-
-    def build(self, length: int, mask_mod: Callable[..., Any], *lists: torch.Tensor) -> flex.BlockMask:
-        """A BlockMask over the pool for `length` queries, from (count, list) of partial and, given, full pages."""
-        size = self.cache.pages.page_size
-        return flex.BlockMask.from_kv_blocks(
-            *lists,
-            BLOCK_SIZE=(Q_BLOCK, size),
-            mask_mod=mask_mod,
-            seq_lengths=(length, self.cache.logical.shape[1] * size),
-            compute_q_blocks=False,
-        )
-
-
-class DecodeMask(RowMask):
-    """Mask of one decode step of up to `rows` sequences, one query each: a batch of `rows`."""
-
-    def __init__(self, cache: KVCache, rows: int) -> None:
-        super().__init__(cache, rows)
-        self._partial, self._full = self.block_lists(rows, 1, 1), self.block_lists(rows, 1, 1)
-        self.block_mask = self.build(1, lambda b, h, q, kv: self.visible(b, kv), *self._partial, *self._full)
-
-    def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """slots, positions: int64 [n], n <= rows. Pages visible as a whole need no mask: they go to the full list."""
-        pages = self.cache.pages
-        slots, positions = self.place(slots, positions)
-        n_full = (positions + 1) // pages.page_size
-        n_partial = (positions + 1) % pages.page_size != 0
-        table = pages.table[slots, : int(n_full.max()) + 1]
-        partial = pages.table[slots, np.minimum(n_full, pages.max_blocks - 1)]
-        self._partial[0].view(-1).copy_(torch.from_numpy(n_partial))
-        self._partial[1][:, 0, 0, 0].copy_(torch.from_numpy(partial))
-        self._full[0].view(-1).copy_(torch.from_numpy(n_full))
-        self._full[1][:, 0, 0, : table.shape[1]].copy_(torch.from_numpy(table))
-
-
-class PrefillMask(RowMask):
-    """Mask of one prefill step: `rows` queries of any mix of sequences and chunks, in a batch of one."""
-
-    def __init__(self, cache: KVCache, rows: int) -> None:
-        super().__init__(cache, rows)
-        self._partial = self.block_lists(1, 1, -(-rows // Q_BLOCK))
-        self.block_mask = self.build(rows, lambda b, h, q, kv: self.visible(q, kv), *self._partial)
-
-    def fill(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """slots, positions: int64 [n], n <= rows. A block of queries lists every page any of its rows may see."""
-        pages = self.cache.pages
-        slots, positions = self.place(slots, positions)
-        counts = np.zeros(self._partial[0].shape[2:], dtype=np.int32)
-        lists = np.zeros(self._partial[1].shape[2:], dtype=np.int32)
-        for block in range(len(counts)):
-            rows = slice(block * Q_BLOCK, (block + 1) * Q_BLOCK)
-            seen = []
-            for slot in np.unique(slots[rows]):
-                last = positions[rows][slots[rows] == slot].max()
-                seen.append(pages.table[slot, : last // pages.page_size + 1])
-            listed = np.concatenate(seen)
-            counts[block] = len(listed)
-            lists[block, : len(listed)] = listed
-        self._partial[0].view(-1).copy_(torch.from_numpy(counts))
-        self._partial[1][0, 0].copy_(torch.from_numpy(lists))

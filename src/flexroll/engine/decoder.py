@@ -6,86 +6,74 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from flexroll.engine.kv_cache import KVCache
-from flexroll.engine.rope import apply_rope, rope_tables
+from flexroll.engine.ops import LowRank, TorchOps
+from flexroll.engine.rope import rope_tables
 from flexroll.engine.weights import DecoderWeights
 
 Attend = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class LowRank:
-    """A LoRA update that is not merged: y[:, start:stop] += scale * (x @ a.T) @ b.T.
+class Tokens:
+    """Where the tokens of a forward pass are: ids, slots and positions, int64 [n] each, and the cache they write to.
 
-    a: [rank, in], b: [stop - start, rank].
+    q: [at least n, heads, head_dim], where queries go; q_rows: int64 [n], to which row each, None for their own order.
     """
 
-    start: int
-    stop: int
-    a: torch.Tensor
-    b: torch.Tensor
-    scale: float
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm (Zhang & Sennrich, arXiv 1910.07467) over the last dimension; statistics in fp32."""
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
+    ids: torch.Tensor
+    slots: torch.Tensor
+    positions: torch.Tensor
+    cache: KVCache
+    q: torch.Tensor
+    q_rows: torch.Tensor | None = None
 
 
 class Decoder:
-    """Weights, rotary tables for max_length positions, and an optional unmerged adapter."""
+    """Weights, rotary tables for max_length positions, and an optional unmerged adapter.
+
+    fused: use the Triton kernels; the default is to on CUDA.
+    """
 
     def __init__(
-        self, weights: DecoderWeights, max_length: int, low_rank: dict[str, list[LowRank]] | None = None
+        self,
+        weights: DecoderWeights,
+        max_length: int,
+        low_rank: dict[str, list[LowRank]] | None = None,
+        fused: bool | None = None,
     ) -> None:
         self.weights, self.config = weights, weights.config
         self.low_rank = low_rank or {}
-        self.cos, self.sin = rope_tables(self.config, max_length, weights.device)
+        cos, sin = rope_tables(self.config, max_length, weights.device)
+        self.fused = weights.device.type == "cuda" if fused is None else fused
+        if self.fused:
+            from flexroll.engine.kernels.ops import TritonOps  # late: not every CPU build of torch has Triton
 
-    def forward(
-        self,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        addresses: torch.Tensor,
-        cache: KVCache,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """Run every layer; K and V of the tokens go to the pool at `addresses`.
+            self.ops: TorchOps = TritonOps(weights, cos, sin, self.low_rank)
+        else:
+            self.ops = TorchOps(weights, cos, sin, self.low_rank)
 
-        ids, positions, addresses: int64 [n]. attend(layer, q [n, n_heads, head_dim]) -> [n, n_heads * head_dim].
-        Returns the normalised hidden states [n, hidden].
+    def forward(self, tokens: Tokens, attend: Attend, cache_only: bool = False) -> torch.Tensor | None:
+        """Run every layer; K and V of the tokens go to the pool in place.
+
+        attend(layer, qkv) stores K and V and returns [n, heads * head_dim]. Returns the normalised hidden states
+        [n, hidden]; with cache_only None, and what only they need is not computed: the last layer from its attention
+        on.
         """
-        config, tensors = self.config, self.weights.tensors
-        cos, sin = self.cos[positions], self.sin[positions]
-        x = tensors["embed"][ids]
-        for layer in range(config.n_layers):
-            h = rms_norm(x, tensors[f"{layer}.attn_norm"], config.rms_eps)
-            q, k, v = self._linear(f"{layer}.qkv", h).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-            q = q.unflatten(-1, (config.n_heads, config.head_dim))
-            k = k.unflatten(-1, (config.n_kv_heads, config.head_dim))
-            v = v.unflatten(-1, (config.n_kv_heads, config.head_dim))
-            if config.qk_norm:
-                q = rms_norm(q, tensors[f"{layer}.q_norm"], config.rms_eps)
-                k = rms_norm(k, tensors[f"{layer}.k_norm"], config.rms_eps)
-            cache.write(layer, addresses, apply_rope(k, cos, sin), v)
-            x = x + self._linear(f"{layer}.o", attend(layer, apply_rope(q, cos, sin)))
-            h = rms_norm(x, tensors[f"{layer}.mlp_norm"], config.rms_eps)
-            gate, up = self._linear(f"{layer}.gate_up", h).chunk(2, dim=-1)
-            x = x + self._linear(f"{layer}.down", F.silu(gate) * up)
-        return rms_norm(x, tensors["norm"], config.rms_eps)
+        ops, tensors, last = self.ops, self.weights.tensors, self.config.n_layers - 1
+        x, h = ops.embed(tokens.ids, tensors["0.attn_norm"])
+        for layer in range(self.config.n_layers):
+            qkv = ops.linear(f"{layer}.qkv", h)
+            if cache_only and layer == last:
+                ops.rope_store(layer, qkv, tokens)
+                return None
+            y = ops.linear(f"{layer}.o", attend(layer, qkv))
+            x, h = ops.add_norm(x, y, tensors[f"{layer}.mlp_norm"])
+            y = ops.linear(f"{layer}.down", ops.gated(f"{layer}.gate_up", h))
+            x, h = ops.add_norm(x, y, tensors["norm" if layer == last else f"{layer + 1}.attn_norm"])
+        return h
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, vocab] of hidden states [n, hidden], in the model's dtype."""
-        return F.linear(hidden, self.weights.tensors["head"])
-
-    def _linear(self, key: str, x: torch.Tensor) -> torch.Tensor:
-        tensors = self.weights.tensors
-        y = F.linear(x, tensors[f"{key}.weight"], tensors.get(f"{key}.bias"))
-        for update in self.low_rank.get(f"{key}.weight", ()):
-            part = F.linear(F.linear(x, update.a), update.b)
-            y[:, update.start : update.stop].add_(part, alpha=update.scale)
-        return y
+        return self.ops.head(hidden)

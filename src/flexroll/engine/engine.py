@@ -2,48 +2,63 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from flexroll.engine.attention import (
-    Q_BLOCK,
-    DecodeMask,
-    PrefillMask,
+    FlexAttention,
     check_kernel_options,
     flex_attention_function,
     with_block_sizes,
 )
-from flexroll.engine.decoder import Decoder, LowRank
+from flexroll.engine.decode import DecodeStep
+from flexroll.engine.decoder import Decoder
+from flexroll.engine.defaults import kernel_options
 from flexroll.engine.kv_cache import KVCache
-from flexroll.engine.page_table import PageTable
-from flexroll.engine.sampling import SamplingParams, sample
-from flexroll.engine.scheduler import Scheduler
+from flexroll.engine.ops import LowRank
+from flexroll.engine.page_table import ContiguousPageTable, PageTable
+from flexroll.engine.pipeline import Pipeline
+from flexroll.engine.prefill import Prefill
+from flexroll.engine.sampling import SamplingParams
+from flexroll.engine.scheduler import Group, Scheduler
 from flexroll.engine.scheduler import Sequence as Running
+from flexroll.engine.slots import Slots
 from flexroll.engine.weights import DecoderWeights, load_weights
 from flexroll.errors import FlexrollError
+
+ATTENTION = ("flex", "triton")
+COMPANY = 16  # see Engine._admit
 
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt was continued with.
+    """What one sample of one prompt was continued with.
 
-    token_ids: generated ids, the stop token included. finish_reason: stop | length.
+    index: the prompt's; sample: 0..n-1. token_ids: generated ids, the stop token included. finish_reason: stop |
+    length. logprobs, raw_logprobs: of each token, after temperature and filters, and of the model's own distribution;
+    None unless asked for.
     """
 
     index: int
+    sample: int
     token_ids: list[int]
     finish_reason: str
+    logprobs: list[float] | None = None
+    raw_logprobs: list[float] | None = None
 
 
 @dataclass
 class Stats:
-    """Of the last `generate`: seconds and tokens of its prefill and decode steps. On a GPU each step is waited for."""
+    """Of the last `generate`. prefill_s: device seconds of prefill; decode_s: all other seconds of the call.
+
+    steps: decode steps. A prompt's last token is counted with decode, where it goes through the model.
+    """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -62,55 +77,90 @@ class Merged(Protocol):
     def refresh(self) -> None: ...
 
 
+@dataclass
+class Options:
+    """How an engine runs; see `Engine`."""
+
+    max_batch: int = 64
+    max_model_len: int = 2048
+    kv_tokens: int | None = None
+    page_size: int = 64
+    max_prefill_tokens: int | None = None
+    buckets: Sequence[int] | None = None
+    attention: str | None = None
+    cuda_graphs: bool = True
+    compiled: bool = True
+    fused: bool | None = None
+    decode_kernel_options: dict[str, Any] = field(default_factory=dict)
+    prefill_kernel_options: dict[str, Any] = field(default_factory=dict)
+    contiguous: bool = False
+
+
 class Engine:
     """Batched generation for one causal language model on flex_attention with a paged KV cache.
 
     Args:
         weights: parameters; its device and dtype are the engine's.
+        low_rank: unmerged LoRA updates by fused name (see lora.unmerged).
+        merged: the double copy behind `weights`, if there is one; `refresh()` calls its (see lora.merge).
         max_batch: sequences that run at once; more prompts wait for a slot.
         max_model_len: prompt and generated tokens of one sequence, at most.
         kv_tokens: capacity of the KV pool; default max_batch * max_model_len, at which nothing is ever preempted.
         page_size: tokens a page, a power of two.
-        max_prefill_tokens: prompt tokens of one prefill step; longer prompts are prefilled in chunks.
-        buckets: batch sizes that decode steps are padded to, each compiled once; default: powers of two up to
-            max_batch, on the CPU max_batch alone, where a padded row is cheaper than another compilation.
+        max_prefill_tokens: prompt tokens of one prefill pass, between two decode steps; longer prompts go in chunks.
+            Default 8192 on a GPU, 2048 on a CPU.
+        buckets: batch sizes that decode steps are padded to; default: powers of two up to max_batch, on the CPU
+            max_batch alone, where a padded row is cheaper than another compilation.
+        attention: of decode steps: flex (flex_attention) or triton (the paged split-KV kernel). Default triton on a
+            GPU whose model it can serve, else flex. Prefill is flex_attention always.
+        cuda_graphs: on a GPU, replay each bucket's whole decode step as one CUDA graph.
         compiled: torch.compile flex_attention; where that is impossible a warning says why and it runs eagerly.
-        decode_kernel_options, prefill_kernel_options: flex_attention's kernel_options for the two kinds of step.
-        low_rank: unmerged LoRA updates by fused name (see lora.unmerged).
-        merged: the double copy behind `weights`, if there is one; `refresh()` calls its (see lora.merge).
+        fused: Triton kernels for all but attention; default on a GPU.
+        decode_kernel_options, prefill_kernel_options: flex_attention's kernel_options for the two kinds of step, over
+            the defaults for the GPU (see engine.defaults).
+        contiguous: give each slot a run of pages of its own, for BLOCKS_ARE_CONTIGUOUS. The pool then has room for
+            max_batch * max_model_len tokens, and samples of one prompt share nothing.
     """
 
     def __init__(
         self,
         weights: DecoderWeights,
         *,
-        max_batch: int = 64,
-        max_model_len: int = 2048,
-        kv_tokens: int | None = None,
-        page_size: int = 64,
-        max_prefill_tokens: int = 2048,
-        buckets: Sequence[int] | None = None,
-        compiled: bool = True,
-        decode_kernel_options: dict[str, Any] | None = None,
-        prefill_kernel_options: dict[str, Any] | None = None,
         low_rank: dict[str, list[LowRank]] | None = None,
         merged: Merged | None = None,
+        **options: Any,
     ) -> None:
-        if max_batch < 1 or max_model_len < 2:
+        self.options = o = Options(**options)
+        if o.max_batch < 1 or o.max_model_len < 2:
             raise FlexrollError("max_batch must be at least 1 and max_model_len at least 2")
-        self.config, self.device, self.max_model_len = weights.config, weights.device, max_model_len
-        self.page_size, self.max_prefill_tokens = page_size, max(1, max_prefill_tokens)
-        self.decoder = Decoder(weights, max_model_len, low_rank)
-        self.stats = Stats()
-        self._buckets = buckets
-        self._merged = merged
-        given = {"decode": decode_kernel_options or {}, "prefill": prefill_kernel_options or {}}
-        self._options = {
-            kind: with_block_sizes(check_kernel_options(options, f"{kind}_kernel_options"), self.device, page_size)
-            for kind, options in given.items()
+        if o.contiguous and o.kv_tokens is not None:
+            raise FlexrollError("contiguous pages fix the pool's size; leave kv_tokens out")
+        if o.attention not in (None, *ATTENTION):
+            raise FlexrollError(f"unknown attention '{o.attention}'; choose {' or '.join(ATTENTION)}")
+        self.config, self.device, self.max_model_len = weights.config, weights.device, o.max_model_len
+        self._on_gpu = self.device.type == "cuda"
+        if o.attention == "triton" and not self._on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
+            raise FlexrollError("attention 'triton' needs a GPU; leave it out, or choose flex")
+        self.max_prefill_tokens = max(1, o.max_prefill_tokens or (8192 if self._on_gpu else 2048))
+        self._kernel_options = {
+            kind: with_block_sizes(
+                kernel_options(kind, self.device) | check_kernel_options(given, f"{kind}_kernel_options", o.contiguous),
+                self.device,
+                o.page_size,
+                kind == "prefill",
+            )
+            for kind, given in (
+                ("decode", o.decode_kernel_options or {}),
+                ("prefill", o.prefill_kernel_options or {}),
+            )
         }
-        self._flex, self.compiled = flex_attention_function(self.device, compiled)
-        self.resize(max_batch, kv_tokens)
+        self.decoder = Decoder(weights, o.max_model_len, low_rank, o.fused)
+        self.stats = Stats()
+        self._held_back = 0
+        self.start_s: dict[str, float] = {}
+        self._merged = merged
+        self._flex, self.compiled = flex_attention_function(self.device, o.compiled)
+        self.resize(o.max_batch, o.kv_tokens)
 
     @classmethod
     def from_pretrained(
@@ -121,21 +171,31 @@ class Engine:
         adapter_mode: str = "merged",
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
+        dummy: bool = False,
         **options: Any,
     ) -> Engine:
         """Load a checkpoint folder, and a PEFT LoRA folder merged into a second copy or kept apart ("unmerged").
 
+        dummy: draw random weights for the folder's config.json instead; for speed alone, the text is noise.
+
         Raises:
             FlexrollError: the checkpoint or the adapter is missing, corrupt, unsupported, or does not fit the other.
         """
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        base = load_weights(Path(model), dtype, device)
-        if adapter is None:
-            return cls(base, **options)
-        from flexroll.lora.attach import attach  # late: lora builds on this package
+        from flexroll.engine.dummy import random_weights
 
-        weights, low_rank, merged = attach(base, Path(adapter), adapter_mode)
-        return cls(weights, low_rank=low_rank, merged=merged, **options)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        begun = time.perf_counter()
+        base = random_weights(Path(model), dtype, device) if dummy else load_weights(Path(model), dtype, device)
+        attached: dict[str, Any] = {}
+        weights = base
+        if adapter is not None:
+            from flexroll.lora.attach import attach  # late: lora builds on this package
+
+            weights, attached["low_rank"], attached["merged"] = attach(base, Path(adapter), adapter_mode)
+        load_s = time.perf_counter() - begun
+        engine = cls(weights, **attached, **options)
+        engine.start_s["load"] = load_s
+        return engine
 
     @property
     def weights(self) -> DecoderWeights:
@@ -151,21 +211,42 @@ class Engine:
     @property
     def kv_tokens(self) -> int:
         """Tokens the KV pool holds, the padding page not counted."""
-        return self.cache.pages.n_pages * self.page_size
+        return self.cache.pages.n_pages * self.options.page_size
 
     def resize(self, max_batch: int, kv_tokens: int | None = None) -> None:
-        """Replace slots and KV pool; the weights stay. Nothing may be running."""
-        max_blocks = -(-self.max_model_len // self.page_size)
-        n_pages = max_batch * max_blocks if kv_tokens is None else kv_tokens // self.page_size
+        """Replace slots, KV pool and captured graphs; the weights stay. Nothing may be running.
+
+        On a GPU this compiles and captures everything that generating will use; `start_s` has the seconds.
+        """
+        o = self.options
+        max_blocks = -(-self.max_model_len // o.page_size)
+        n_pages = max_batch * max_blocks if kv_tokens is None else kv_tokens // o.page_size
         if n_pages < 1:
-            raise FlexrollError(f"kv_tokens {kv_tokens} is less than one page of {self.page_size} tokens")
+            raise FlexrollError(f"kv_tokens {kv_tokens} is less than one page of {o.page_size} tokens")
         self.max_batch = max_batch
-        self.buckets = _buckets(max_batch, self._buckets, self.device)
-        self._decode_masks: dict[int, DecodeMask] = {}
-        self._prefill_masks: dict[int, PrefillMask] = {}
+        self.buckets = _buckets(max_batch, o.buckets, self.device)
+        self._steps: dict[int, DecodeStep] = {}
+        self._prefill: Any = None
         self.cache: Any = None  # let the old pool go before the new one is taken
-        pages = PageTable(max_batch, n_pages, self.page_size, max_blocks)
+        if o.contiguous:
+            pages = ContiguousPageTable(max_batch, o.page_size, max_blocks)
+        else:
+            pages = PageTable(max_batch, n_pages, o.page_size, max_blocks)
         self.cache = KVCache(self.config, pages, self.weights.dtype, self.device)
+        self.slots = Slots(max_batch, self.device)
+        flex = FlexAttention(
+            self.cache, self._flex, self.compiled, self._kernel_options["decode"], self._kernel_options["prefill"]
+        )
+        self.attention = self._choose_attention()
+        self._prefill = Prefill(self.decoder, self.cache, flex, self.max_prefill_tokens)
+        self._steps = {
+            bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, flex if self.attention == "flex" else None)
+            for bucket in self.buckets
+        }
+        self._pipeline = Pipeline(self._steps, pages, max_batch, self.device)
+        self.start_s |= {"compile": 0.0, "capture": 0.0}
+        if self._on_gpu:
+            self._get_ready()
 
     def refresh(self) -> None:
         """Merge the adapter afresh into the inference copy, in place. An error where no merged adapter is attached."""
@@ -180,48 +261,107 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: Callable[[Completion], None] | None = None,
     ) -> list[Completion]:
-        """Continue every prompt; one Completion a prompt, in input order. `progress` sees each as it ends.
+        """Continue every prompt; `params.n` completions a prompt, prompt by prompt in input order.
 
-        Every prompt is checked before the first is run.
+        `progress` sees each completion as it ends. Every prompt is checked before the first is run.
 
         Raises:
             FlexrollError: an empty prompt, an id outside the vocabulary, a prompt too long for max_model_len or for
-                the pool, or as many params as prompts expected and another number given.
+                the pool, as many params as prompts expected and another number given, logits that are not finite.
         """
-        sequences = self._sequences(prompts, params)
-        scheduler = Scheduler(self.cache.pages)
-        scheduler.add(s for s in sequences if s.finish_reason is None)
+        groups = self._groups(prompts, params)
+        sequences = [s for group in groups for s in group.sequences]
+        scheduler = Scheduler(self.cache.pages, self.max_prefill_tokens)
+        scheduler.add(g for g in groups if g.sequences[0].finish_reason is None)
         self.stats = Stats()
+        started = time.perf_counter()
+        clock = Clock(self.device)
         try:
             while scheduler.busy:
-                self._step(scheduler)
+                self._iterate(scheduler, clock)
                 for sequence in scheduler.retire():
                     if progress is not None:
                         progress(_completion(sequence))
         finally:
             scheduler.abort()
+            self._pipeline.abandon()
+        self.stats.prefill_s = clock.seconds()
+        self.stats.decode_s = time.perf_counter() - started - self.stats.prefill_s
         self.stats.preemptions = scheduler.preemptions
         return [_completion(s) for s in sequences]
 
-    def _sequences(
+    def _iterate(self, scheduler: Scheduler, clock: Clock) -> None:
+        """Admit, one prefill pass if there is any, one decode step launched ahead, the oldest in flight read back."""
+        self._admit(scheduler)
+        chunks = scheduler.prefill_chunks()
+        if chunks:
+            with clock:
+                self._prefill.run(chunks)
+            self.stats.prefill_tokens += sum(stop - start for _, start, stop in chunks)
+            scheduler.prefilled(chunks)
+        batch = scheduler.step()
+        if batch is None:
+            self._pipeline.drain()
+            scheduler.make_room()
+            return
+        if batch:
+            self._pipeline.launch(batch)
+            scheduler.launched(batch)
+            self.stats.steps += 1
+            self.stats.decode_tokens += len(batch)
+        self._pipeline.read(wait=not batch and not chunks)
+
+    def _admit(self, scheduler: Scheduler) -> None:
+        """Give free slots to waiting sequences, several at a time.
+
+        A short prefill takes nearly as long as one a few times longer, so a freed slot waits for company: for a
+        sixteenth of all slots, or for so many decode steps.
+        """
+        if scheduler.waiting and scheduler.running and self.cache.pages.free_slots:
+            company = min(len(scheduler.waiting), -(-self.max_batch // COMPANY))
+            if self.cache.pages.free_slots < company and self._held_back < COMPANY:
+                self._held_back += 1
+                return
+        self._held_back = 0
+        before = len(scheduler.running)
+        copies = scheduler.admit()
+        if copies:
+            self.cache.copy_pages(copies)
+        new = scheduler.running[before:]
+        if new:
+            slots = [s.slot for s in new]
+            self.cache.place(slots)
+            self.slots.write(
+                slots,
+                [s.tokens[-1] for s in new],
+                [len(s.tokens) - 1 for s in new],
+                [s.params for s in new],
+                [s.index for s in new],
+                [s.sample for s in new],
+            )
+
+    def _groups(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Running]:
+    ) -> list[Group]:
         if params is None or isinstance(params, SamplingParams):
             params = [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
             raise FlexrollError(
                 f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each, or one for all"
             )
-        sequences = []
+        groups = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             tokens = [int(t) for t in prompt]
             self._check_prompt(index, tokens, p)
-            stop = set(p.stop_token_ids) | (set() if p.ignore_eos else set(self.config.eos_ids))
-            sequence = Running(index, len(tokens), tokens, p, frozenset(stop), self.max_model_len)
+            stop = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else frozenset(self.config.eos_ids))
+            members = [
+                Running(index, sample, len(tokens), list(tokens), p, stop, self.max_model_len) for sample in range(p.n)
+            ]
             if p.max_new_tokens == 0:
-                sequence.finish_reason = "length"
-            sequences.append(sequence)
-        return sequences
+                for sequence in members:
+                    sequence.finish_reason = "length"
+            groups.append(Group(members))
+        return groups
 
     def _check_prompt(self, index: int, tokens: list[int], params: SamplingParams) -> None:
         if not tokens:
@@ -241,95 +381,66 @@ class Engine:
                 "raise kv_tokens or lower max_new_tokens"
             )
 
-    def _step(self, scheduler: Scheduler) -> None:
-        """One forward pass: of prompt chunks while there are any, else one token for every running sequence."""
-        scheduler.admit()
-        started = time.perf_counter()
-        chunks = scheduler.prefill_chunks(self.max_prefill_tokens)
-        if chunks:
-            self._prefill(chunks)
-            self.stats.prefill_s += time.perf_counter() - started
-        else:
-            self._decode(scheduler.decodable())
-            self.stats.decode_s += time.perf_counter() - started
-        self.stats.steps += 1
+    def _choose_attention(self) -> str:
+        if self.options.attention == "flex" or (self.options.attention is None and not self._on_gpu):
+            return "flex"
+        from flexroll.engine.kernels.paged_attention import unsupported
 
-    def _prefill(self, chunks: list[tuple[Running, int, int]]) -> None:
-        slots = np.concatenate([np.full(stop - start, s.slot, dtype=np.int64) for s, start, stop in chunks])
-        positions = np.concatenate([np.arange(start, stop, dtype=np.int64) for _, start, stop in chunks])
-        ids = np.concatenate([np.asarray(s.tokens[start:stop], dtype=np.int64) for s, start, stop in chunks])
-        length = max(Q_BLOCK, 1 << (len(ids) - 1).bit_length())
-        mask = self._prefill_masks.get(length)
-        if mask is None:
-            mask = self._prefill_masks[length] = PrefillMask(self.cache, length)
+        problem = unsupported(self.cache)
+        if problem and self.options.attention == "triton":
+            raise FlexrollError(f"attention 'triton' cannot serve this model: {problem}; choose flex")
+        return "flex" if problem else "triton"
 
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            out = self._attention(layer, q.transpose(0, 1).unsqueeze(0), mask, self._options["prefill"])
-            return out[0].transpose(0, 1).flatten(1)
+    @torch.inference_mode()
+    def _get_ready(self) -> None:
+        def timed(name: str, work: Callable[[], Any]) -> None:
+            begun = time.perf_counter()
+            work()
+            torch.cuda.synchronize(self.device)
+            self.start_s[name] = time.perf_counter() - begun
 
-        hidden = self._forward(mask, length, ids, slots, positions, attend)
-        self.stats.prefill_tokens += len(ids)
-        ends = np.cumsum([stop - start for _, start, stop in chunks]) - 1
-        finished = []
-        for (sequence, _, stop), end in zip(chunks, ends, strict=True):
-            sequence.n_cached = stop
-            if stop == len(sequence.tokens):
-                sequence.prefilling = False
-                finished.append((sequence, int(end)))
-        if finished:
-            self._sample([s for s, _ in finished], hidden[[end for _, end in finished]])
+        def compile_all() -> None:
+            for step in self._steps.values():
+                step.warm_up()
+            self._prefill.warm_up()
 
-    def _decode(self, sequences: list[Running]) -> None:
-        slots = np.array([s.slot for s in sequences], dtype=np.int64)
-        positions = np.array([s.n_cached for s in sequences], dtype=np.int64)
-        ids = np.array([s.tokens[-1] for s in sequences], dtype=np.int64)
-        length = next(b for b in self.buckets if b >= len(ids))
-        mask = self._decode_masks.get(length)
-        if mask is None:
-            mask = self._decode_masks[length] = DecodeMask(self.cache, length)
+        def capture_all() -> None:
+            pool = None
+            for bucket in reversed(self.buckets):  # the largest first: the others fit its memory
+                pool = self._steps[bucket].capture(pool)
+            self._prefill.capture(pool)
 
-        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
-            return self._attention(layer, q.unsqueeze(2), mask, self._options["decode"]).flatten(1)
+        timed("compile", compile_all)
+        if self.options.cuda_graphs:
+            timed("capture", capture_all)
 
-        hidden = self._forward(mask, length, ids, slots, positions, attend)
-        self.stats.decode_tokens += len(ids)
-        for sequence in sequences:
-            sequence.n_cached += 1
-        self._sample(sequences, hidden[: len(ids)])
 
-    def _forward(
-        self, mask: Any, length: int, ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, attend: Any
-    ) -> torch.Tensor:
-        """Pad to the bucket's length with slot 0, position 0, and run the decoder; hidden states [length, hidden]."""
-        self.cache.sync()
-        mask.fill(slots, positions)
-        padding = length - len(ids)
-        addresses = np.pad(self.cache.addresses(slots, positions), (0, padding))
-        return self.decoder.forward(
-            torch.from_numpy(np.pad(ids, (0, padding))).to(self.device),
-            mask.positions,
-            torch.from_numpy(addresses).to(self.device),
-            self.cache,
-            attend,
-        )
+class Clock:
+    """Seconds of the device inside `with clock:` blocks; on a GPU by events, so that nothing waits."""
 
-    def _attention(self, layer: int, q: torch.Tensor, mask: Any, options: dict[str, Any]) -> torch.Tensor:
-        return self._flex(
-            q,
-            self.cache.keys[layer],
-            self.cache.values[layer],
-            block_mask=mask.block_mask,
-            enable_gqa=self.config.n_heads != self.config.n_kv_heads,
-            kernel_options=options or None,
-        )
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
 
-    def _sample(self, sequences: list[Running], hidden: torch.Tensor) -> None:
-        logits = self.decoder.logits(hidden)
-        tokens = sample(
-            logits, [s.params for s in sequences], [s.index for s in sequences], [len(s.tokens) for s in sequences]
-        )
-        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
-            sequence.append(token)
+    def _mark(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def __enter__(self) -> None:
+        self._begun = self._mark()
+
+    def __exit__(self, *_: object) -> None:
+        self._spans.append((self._begun, self._mark()))
+
+    def seconds(self) -> float:
+        """Of all blocks so far; waits for the last."""
+        if self._on_gpu and self._spans:
+            self._spans[-1][1].synchronize()
+            return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1000
+        return sum(end - begin for begin, end in self._spans)
 
 
 def _buckets(max_batch: int, given: Sequence[int] | None, device: torch.device) -> list[int]:
@@ -342,4 +453,12 @@ def _buckets(max_batch: int, given: Sequence[int] | None, device: torch.device) 
 
 
 def _completion(sequence: Running) -> Completion:
-    return Completion(sequence.index, sequence.generated, sequence.finish_reason or "length")
+    given = sequence.params.logprobs
+    return Completion(
+        sequence.index,
+        sequence.sample,
+        sequence.generated,
+        sequence.finish_reason or "length",
+        [kept for _, kept in sequence.logprobs] if given else None,
+        [raw for raw, _ in sequence.logprobs] if given else None,
+    )

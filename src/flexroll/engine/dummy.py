@@ -1,0 +1,38 @@
+"""Random weights for a config.json, drawn where they will be used: for measuring speed, where values do not matter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from flexroll.engine.decoder_config import read_decoder_config
+from flexroll.engine.weights import DecoderWeights, Slice, layout
+
+STD = 0.02
+
+
+def random_weights(folder: Path, dtype: torch.dtype, device: torch.device | str, seed: int = 0) -> DecoderWeights:
+    """Weights normal(0, 0.02^2), norms one, without biases, for the folder's config.json.
+
+    Raises:
+        FlexrollError: no config, or an unsupported architecture.
+    """
+    config = read_decoder_config(folder)
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors, slices = {}, {}
+    for key, parts in layout(config):
+        if key.endswith(".bias"):
+            continue
+        shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
+        tensor = torch.ones(shape, dtype=dtype, device=device)
+        if len(shape) == 2:
+            tensor.normal_(0, STD, generator=generator)
+        tensors[key] = tensor
+        start = 0
+        for name, part in parts:
+            slices[name] = Slice(key, start, start + part[0])
+            start += part[0]
+    if config.tied_head:
+        tensors["head"] = tensors["embed"]
+    return DecoderWeights(config, tensors, slices)

@@ -1,0 +1,143 @@
+"""The pieces of a decoder layer on Triton kernels, each equal in meaning to that of `flexroll.engine.ops`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+import triton
+
+from flexroll.engine.kernels.linear import Tiles, linear_kernel, tiles_for
+from flexroll.engine.kernels.norm import add_norm_kernel, silu_mul_kernel
+from flexroll.engine.kernels.pdl import launch_options
+from flexroll.engine.kernels.rope_store import rope_store_kernel
+from flexroll.engine.ops import LowRank, TorchOps
+from flexroll.engine.weights import DecoderWeights
+
+if TYPE_CHECKING:
+    from flexroll.engine.decoder import Tokens
+
+SILU_BLOCK = 1024
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class TritonOps(TorchOps):
+    """As TorchOps. `linear` may return fp32 partial sums [parts, n, out], which the kernel after it adds up."""
+
+    def __init__(
+        self, weights: DecoderWeights, cos: torch.Tensor, sin: torch.Tensor, low_rank: dict[str, list[LowRank]]
+    ) -> None:
+        super().__init__(weights, cos, sin, low_rank)
+        self.launch: dict[str, Any] = launch_options(weights.device)
+
+    def embed(self, ids: torch.Tensor, norm: torch.Tensor) -> Pair:
+        table = self.tensors["embed"]
+        x = torch.empty(len(ids), table.shape[1], dtype=table.dtype, device=table.device)
+        return self._norm(x, table, norm, ids)
+
+    def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: torch.Tensor) -> Pair:
+        return self._norm(x, y, norm, None)
+
+    def _norm(self, x: torch.Tensor, y: torch.Tensor, norm: torch.Tensor, ids: torch.Tensor | None) -> Pair:
+        n, hidden = x.shape
+        out = torch.empty_like(x)
+        if n:
+            add_norm_kernel[(n,)](
+                x,
+                y,
+                norm,
+                out,
+                ids,
+                n,
+                self.config.rms_eps,
+                HIDDEN=hidden,
+                BLOCK=triton.next_power_of_2(hidden),
+                PARTS=y.shape[0] if y.dim() == 3 else 1,
+                EMBED=ids is not None,
+                num_warps=4 if hidden <= 4096 else 8,
+                **self.launch,
+            )
+        return x, out
+
+    def linear(self, key: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self.tensors[f"{key}.weight"]
+        tiles = None
+        if f"{key}.weight" not in self.low_rank and f"{key}.bias" not in self.tensors:
+            tiles = tiles_for(x, weight, gated=False)
+        return super().linear(key, x) if tiles is None else self._product(x, weight, tiles, gated=False)
+
+    def gated(self, key: str, x: torch.Tensor) -> torch.Tensor:
+        weight = self.tensors[f"{key}.weight"]
+        if f"{key}.weight" not in self.low_rank and f"{key}.bias" not in self.tensors:
+            tiles = tiles_for(x, weight, gated=True)
+            if tiles is not None:
+                return self._product(x, weight, tiles, gated=True)
+        both = super().linear(key, x)
+        n, width = both.shape[0], both.shape[1] // 2
+        out = torch.empty(n, width, dtype=x.dtype, device=x.device)
+        if n:
+            grid = (n, triton.cdiv(width, SILU_BLOCK))
+            silu_mul_kernel[grid](both, out, width, BLOCK=SILU_BLOCK, **self.launch)
+        return out
+
+    def rope_store(self, layer: int, qkv: torch.Tensor, tokens: Tokens) -> None:
+        config, cache = self.config, tokens.cache
+        n, group = qkv.shape[-2], config.n_heads // config.n_kv_heads
+        if n:
+            rope_store_kernel[(n, config.n_kv_heads)](
+                qkv,
+                self.tensors.get(f"{layer}.q_norm"),
+                self.tensors.get(f"{layer}.k_norm"),
+                self.cos,
+                self.sin,
+                tokens.q,
+                cache.keys[layer],
+                cache.values[layer],
+                cache.table,
+                tokens.slots,
+                tokens.positions,
+                tokens.q_rows,
+                n,
+                config.rms_eps,
+                cache.table.shape[1],
+                cache.keys[layer].shape[2],
+                GROUP=group,
+                HEADS=triton.next_power_of_2(group + 2),
+                HEAD_DIM=config.head_dim,
+                PAGE=cache.pages.page_size,
+                PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
+                num_warps=2,
+                **self.launch,
+            )
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        weight = self.tensors["head"]
+        tiles = tiles_for(hidden, weight, gated=False)
+        if tiles is None or tiles.splits > 1:
+            return F.linear(hidden, weight)
+        return self._product(hidden, weight, tiles, gated=False)[0]
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, gated: bool) -> torch.Tensor:
+        m, k = x.shape
+        n = weight.shape[0] // 2 if gated else weight.shape[0]
+        dtype = x.dtype if tiles.splits == 1 else torch.float32
+        y = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
+        grid = (n // tiles.n, tiles.splits, triton.cdiv(m, tiles.m))
+        linear_kernel[grid](
+            x,
+            weight,
+            y,
+            m,
+            n,
+            k,
+            BLOCK_M=tiles.m,
+            BLOCK_N=tiles.n,
+            BLOCK_K=tiles.k,
+            SPLIT_K=tiles.splits,
+            GATED=gated,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+            **self.launch,
+        )
+        return y[0] if gated else y

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from flexroll.schema.cells import Cell, expand
+from flexroll.schema.cells import Cell, expand, remark
 from flexroll.schema.config import Config
 from flexroll.schema.load import parse_config
 from flexroll.schema.records import Coherence, Environment, Memory, Record, Round, Sample, write_json, write_record
@@ -103,7 +103,7 @@ def record(
     **changes: Any,
 ) -> Record:
     """A record whose measured rounds have these rates in tok/s, after a warm-up round faster than any of them."""
-    tokens = cell.batch * cell.new_tokens
+    tokens = sum(cell.lengths(cell.prompts)) * cell.samples
     rounds = [Round(index=0, tokens=tokens, wall_s=tokens / 9999, warmup=True)]
     rounds += [Round(index=i, tokens=tokens, wall_s=tokens / r, tokens_sha256="d" * 64) for i, r in enumerate(rates, 1)]
     memory = Memory(weights=10**9, kv_reserved=10**8, peak_allocated=2 * 10**9, device_total=int(memory_gb * 1e9))
@@ -115,6 +115,7 @@ def record(
         "samples": [sample()],
         "prompts_sha256": "e" * 64,
         "prompt_tokens": 100,
+        "note": remark(cell),
     }
     return Record(cell=cell, **(values | changes))
 

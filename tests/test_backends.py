@@ -23,13 +23,14 @@ pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
 
-from flexroll.backends import CLASSES, load, transformers_cb, unsloth, vllm
+from flexroll.backends import CLASSES, children, load, transformers_cb, unsloth, vllm
 from flexroll.backends import transformers_common as common
-from flexroll.backends.base import Backend, EngineSpec
+from flexroll.backends.base import Backend, EngineSpec, Generation
 from flexroll.errors import FlexrollError
 from flexroll.lora.adapter import write_adapter
 from flexroll.schema.catalogue import BACKENDS, LORA_TARGETS
 from flexroll.schema.config import Sampling
+from flexroll.schema.options import VllmOptions
 
 GREEDY = Sampling()
 ENGINES = {
@@ -113,6 +114,13 @@ def start(name: str, spec: EngineSpec, **changes: object) -> Backend:
     return load(backend)(changed)
 
 
+def ask(
+    backend: Backend, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+) -> Generation:
+    """One sample a prompt, all of the same length."""
+    return backend.generate(prompts, sampling, [new_tokens] * len(prompts), ignore_eos, seed)
+
+
 @pytest.fixture(params=list(ENGINES))
 def engine(request: pytest.FixtureRequest, spec: EngineSpec) -> Iterator[Backend]:
     backend = start(request.param, spec)
@@ -132,50 +140,67 @@ def test_every_backend_of_the_catalogue_loads() -> None:
 def test_greedy_is_the_same_everywhere_and_exactly_as_long_as_asked(
     engine: Backend, reference: Backend, prompts: list[list[int]]
 ) -> None:
-    wanted = reference.generate(prompts, GREEDY, 24, True, 0).tokens
+    wanted = ask(reference, prompts, GREEDY, 24, True, 0).tokens
     assert [len(row) for row in wanted] == [24] * 5
-    assert engine.generate(prompts, GREEDY, 24, True, 0).tokens == wanted
-    assert engine.generate(prompts, GREEDY, 1, True, 0).tokens == [row[:1] for row in wanted]
+    assert ask(engine, prompts, GREEDY, 24, True, 0).tokens == wanted
+    assert ask(engine, prompts, GREEDY, 1, True, 0).tokens == [row[:1] for row in wanted]
     order = [3, 0, 4, 1, 2]
-    assert engine.generate([prompts[i] for i in order], GREEDY, 24, True, 0).tokens == [wanted[i] for i in order]
+    assert ask(engine, [prompts[i] for i in order], GREEDY, 24, True, 0).tokens == [wanted[i] for i in order]
 
 
 def test_generation_ends_with_eos_and_goes_on_past_it_when_ignored(engine: Backend, prompts: list[list[int]]) -> None:
-    ended = engine.generate(prompts[:3], GREEDY, 64, False, 0).tokens
+    ended = ask(engine, prompts[:3], GREEDY, 64, False, 0).tokens
     assert any(len(row) < 64 for row in ended)
     for row in ended:
         assert 2 not in row[:-1] and (len(row) == 64 or row[-1] == 2)
-    forced = engine.generate(prompts[:3], GREEDY, 64, True, 0).tokens
+    forced = ask(engine, prompts[:3], GREEDY, 64, True, 0).tokens
     assert [len(row) for row in forced] == [64] * 3
     assert [row[: len(short)] for row, short in zip(forced, ended, strict=True)] == ended
 
 
 def test_sampling_follows_the_seed_and_each_filter_works(engine: Backend, prompts: list[list[int]]) -> None:
-    greedy = engine.generate(prompts[:3], GREEDY, 12, True, 0).tokens
+    greedy = ask(engine, prompts[:3], GREEDY, 12, True, 0).tokens
     hot = Sampling(temperature=2.0)
-    first, again, other = (engine.generate(prompts[:3], hot, 12, True, seed).tokens for seed in (1, 1, 2))
+    first, again, other = (ask(engine, prompts[:3], hot, 12, True, seed).tokens for seed in (1, 1, 2))
     assert first == again != other
     # Each of these leaves one token to draw from; the library warns that min_p might not be supported.
     for narrow in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
-        assert engine.generate(prompts[:3], Sampling(temperature=2.0, **narrow), 12, True, 3).tokens == greedy
+        assert ask(engine, prompts[:3], Sampling(temperature=2.0, **narrow), 12, True, 3).tokens == greedy
 
 
 @pytest.mark.parametrize("name", list(ENGINES))
 def test_adapter_merged_and_unmerged_give_the_same_tokens(
     name: str, spec: EngineSpec, reference: Backend, prompts: list[list[int]]
 ) -> None:
-    base = reference.generate(prompts, GREEDY, 16, True, 0).tokens
+    base = ask(reference, prompts, GREEDY, 16, True, 0).tokens
     rows = {}
     for mode in ("merged", "unmerged"):
         backend = start(name, spec, adapter_mode=mode)
-        rows[mode] = backend.generate(prompts, GREEDY, 16, True, 0).tokens
+        rows[mode] = ask(backend, prompts, GREEDY, 16, True, 0).tokens
         extra = backend.memory()["weights"] - reference.memory()["weights"]
         assert extra == (0 if mode == "merged" else 4 * common.file_parameters(spec.adapter, tied=True))
     assert rows["merged"] == rows["unmerged"] != base
 
 
+def test_lengths_and_samples_are_each_prompts_own_and_slots_change_nothing(
+    engine: Backend, reference: Backend, prompts: list[list[int]]
+) -> None:
+    wanted = ask(reference, prompts, GREEDY, 24, True, 0).tokens
+    lengths = [24, 1, 9, 16, 3]
+    cut = [row[:n] for row, n in zip(wanted, lengths, strict=True)]
+    for running in (5, 2):
+        engine.prepare(running)
+        assert engine.generate(prompts, GREEDY, lengths, True, 0).tokens == cut
+    several = engine.generate(prompts[:3], GREEDY, lengths[:3], True, 0, 2).tokens
+    assert several == [cut[i] for i in (0, 0, 1, 1, 2, 2)]
+    engine.prepare(6)
+    hot = engine.generate(prompts[:2], Sampling(temperature=2.0), [12, 8], True, 0, 3).tokens
+    assert [len(row) for row in hot] == [12] * 3 + [8] * 3
+    assert len({tuple(row) for row in hot}) == 6
+
+
 def test_memory_counts_a_tied_head_once(engine: Backend, spec: EngineSpec, prompts: list[list[int]]) -> None:
-    engine.generate(prompts, GREEDY, 4, True, 0)
+    ask(engine, prompts, GREEDY, 4, True, 0)
     memory = engine.memory()
     assert memory["weights"] == 4 * common.file_parameters(spec.model, tied=True)
     longest = max(map(len, prompts)) + 4
@@ -184,13 +209,15 @@ def test_memory_counts_a_tied_head_once(engine: Backend, spec: EngineSpec, promp
 
 def test_what_no_engine_can_do_is_refused_in_one_line(engine: Backend, prompts: list[list[int]]) -> None:
     with pytest.raises(FlexrollError, match="prompt 1 is empty"):
-        engine.generate([prompts[0], []], GREEDY, 4, True, 0)
+        ask(engine, [prompts[0], []], GREEDY, 4, True, 0)
     with pytest.raises(FlexrollError, match="prompt 0 has 250 tokens and 7 are to follow, but max_model_len is 256"):
-        engine.generate([[5] * 250], GREEDY, 7, True, 0)
+        ask(engine, [[5] * 250], GREEDY, 7, True, 0)
     with pytest.raises(FlexrollError, match="new_tokens is 0; ask for at least 1"):
-        engine.generate(prompts, GREEDY, 0, True, 0)
-    assert engine.generate([], GREEDY, 4, True, 0).tokens == []
-    assert [len(r) for r in engine.generate([[5] * 250], GREEDY, 6, True, 0).tokens] == [6]
+        ask(engine, prompts, GREEDY, 0, True, 0)
+    with pytest.raises(FlexrollError, match="5 prompts but 1 lengths"):
+        engine.generate(prompts, GREEDY, [4], True, 0)
+    assert ask(engine, [], GREEDY, 4, True, 0).tokens == []
+    assert [len(r) for r in ask(engine, [[5] * 250], GREEDY, 6, True, 0).tokens] == [6]
 
 
 def test_missing_folders_and_half_an_adapter_are_refused(spec: EngineSpec, adapter: Path, tmp_path: Path) -> None:
@@ -220,7 +247,7 @@ def test_cb_counts_failed_requests_and_leaves_no_thread(
 
     monkeypatch.setattr(backend.model, "forward", broken)
     with pytest.raises(RuntimeError, match=r"5 of 5 requests failed: .*no such kernel"):
-        backend.generate(prompts, GREEDY, 4, True, 0)
+        ask(backend, prompts, GREEDY, 4, True, 0)
     assert not set(threading.enumerate()) - threads
 
 
@@ -243,12 +270,12 @@ def test_cb_says_where_it_cannot_run(
 
 
 def test_short_rows_are_an_error() -> None:
-    assert common.finish([[5, 2, 7, 8], [5, 6, 7, 9]], [2], 3, False) == [[5, 2], [5, 6, 7]]
-    assert common.finish([[5, 2, 7, 8]], [2], 3, True) == [[5, 2, 7]]
-    with pytest.raises(RuntimeError, match="prompt 0 got 2 of 3 tokens"):
-        common.finish([[5, 2]], [2], 3, True)
-    with pytest.raises(RuntimeError, match="prompt 1 got 0 of 3 tokens"):
-        common.finish([[2], []], [2], 3, False)
+    assert common.finish([[5, 2, 7, 8], [5, 6, 7, 9]], [2], [3, 2], False) == [[5, 2], [5, 6]]
+    assert common.finish([[5, 2, 7, 8]], [2], [3], True) == [[5, 2, 7]]
+    with pytest.raises(RuntimeError, match="sequence 0 got 2 of 3 tokens"):
+        common.finish([[5, 2]], [2], [3], True)
+    with pytest.raises(RuntimeError, match="sequence 1 got 0 of 3 tokens"):
+        common.finish([[2], []], [2], [3, 3], False)
 
 
 # vLLM
@@ -262,9 +289,29 @@ def test_vllm_arguments(spec: EngineSpec) -> None:
     assert vllm.engine_arguments(replace(spec, adapter_mode="merged"))["model"] == str(spec.merged)
     request = vllm.engine_arguments(replace(spec, adapter_mode="request"))
     assert (request["model"], request["enable_lora"], request["max_lora_rank"]) == (str(spec.model), True, 8)
+    assert plain["load_format"] == "auto"
+    assert vllm.engine_arguments(replace(spec, dummy=True))["load_format"] == "dummy"
     option = {"gpu_memory_utilization": 0.5, "enforce_eager": True, "enable_prefix_caching": True}
     cuda = vllm.engine_arguments(replace(spec, device="cuda", option=option))
     assert {key: cuda[key] for key in option} == option and "max_num_batched_tokens" not in cuda
+
+
+def test_vllm_kv_budgets(spec: EngineSpec) -> None:
+    def given(**option: object) -> dict:
+        arguments = vllm.engine_arguments(replace(spec, device="cuda", option=VllmOptions(**option).model_dump()))
+        names = ("gpu_memory_utilization", "kv_cache_memory_bytes", "max_num_batched_tokens")
+        return {name: arguments[name] for name in names if name in arguments}
+
+    token = 2 * 6 * 4 * 64 * 4  # K and V, layers, KV heads, head_dim, bytes
+    assert given() == {"gpu_memory_utilization": 0.8}
+    assert given(equal_kv=True) == {"kv_cache_memory_bytes": 5 * 256 * token}
+    equal = replace(spec, max_model_len=250, option={"equal_kv": True})
+    assert vllm.kv_bytes(equal) == 5 * 256 * token  # whole pages
+    assert "VLLM_CPU_KVCACHE_SPACE" not in vllm.environment(equal)
+    assert given(kv_cache_memory_bytes=7, max_num_batched_tokens=99) == {
+        "kv_cache_memory_bytes": 7,
+        "max_num_batched_tokens": 99,
+    }
 
 
 def test_vllm_arguments_exist_in_this_vllm(spec: EngineSpec) -> None:
@@ -274,7 +321,8 @@ def test_vllm_arguments_exist_in_this_vllm(spec: EngineSpec) -> None:
     except metadata.PackageNotFoundError:
         pytest.skip("no vllm-cpu here")
     names = Path(source, "engine", "arg_utils.py").read_text() + Path(source, "entrypoints", "llm.py").read_text()
-    for key in vllm.engine_arguments(replace(spec, adapter_mode="request")):
+    option = {"equal_kv": True, "max_num_batched_tokens": 512, "gpu_memory_utilization": 0.8}
+    for key in vllm.engine_arguments(replace(spec, adapter_mode="request", option=option)):
         assert f" {key}:" in names, key
     params = Path(source, "sampling_params.py").read_text()
     for key in vllm.sampling_arguments(GREEDY, 4, True, [2]):
@@ -285,7 +333,10 @@ def test_vllm_environment(spec: EngineSpec) -> None:
     cpu = vllm.environment(replace(spec, option={"cpu_kv_gib": 2, "enforce_eager": True}))
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0" and cpu["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert cpu["TORCH_COMPILE_DISABLE"] == "1" and cpu["VLLM_CPU_OMP_THREADS_BIND"]
-    assert "TORCH_COMPILE_DISABLE" not in vllm.environment(spec)
+    assert not {"TORCH_COMPILE_DISABLE", "VLLM_USE_FLASHINFER_SAMPLER"} & set(vllm.environment(spec))
+    for wanted in (False, True):
+        found = vllm.environment(replace(spec, option={"flashinfer_sampler": wanted}))
+        assert found["VLLM_USE_FLASHINFER_SAMPLER"] == str(int(wanted))
     assert not any("CPU" in key or "MULTI" in key for key in vllm.environment(replace(spec, device="cuda")))
 
 
@@ -296,6 +347,7 @@ def test_vllm_sampling() -> None:
     greedy = vllm.sampling_arguments(Sampling(temperature=0, top_k=5, min_p=0.5), 8, False, [2])
     assert (greedy["temperature"], greedy["top_k"], greedy["min_p"]) == (0, 0, 0)
     assert not greedy["ignore_eos"] and greedy["stop_token_ids"] == [2]
+    assert fixed["n"] == 1 and vllm.sampling_arguments(Sampling(temperature=1), 8, True, [2], 4)["n"] == 4
 
 
 @pytest.mark.parametrize(("rank", "slot"), [(1, 8), (8, 8), (9, 16), (32, 32), (300, 320), (512, 512)])
@@ -309,21 +361,46 @@ def test_vllm_refuses_a_rank_past_its_largest() -> None:
 
 
 def test_vllm_rows_are_checked() -> None:
-    def output(prompt: list[int], tokens: list[int], finished: bool = True) -> SimpleNamespace:
-        inner = [SimpleNamespace(token_ids=tuple(tokens))]
-        return SimpleNamespace(prompt_token_ids=prompt, outputs=inner, finished=finished)
+    def output(prompt: list[int], *rows: list[int], finished: bool = True) -> SimpleNamespace:
+        inner = [SimpleNamespace(index=i, token_ids=tuple(row)) for i, row in enumerate(rows)]
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=inner[::-1], finished=finished)
 
     prompts = [[1], [3, 4]]
-    good = [output([1], [5, 6]), output([3, 4], [7, 2])]
-    assert vllm.rows_in_order(good, prompts, [2], 2, True) == [[5, 6], [7, 2]]
+    good = [output([1], [5, 6]), output([3, 4], [7])]
+    assert vllm.rows_in_order(good, prompts, [2], [2, 1], True) == [[5, 6], [7]]
     with pytest.raises(RuntimeError, match="1 of 2 requests"):
-        vllm.rows_in_order(good[:1], prompts, [2], 2, True)
+        vllm.rows_in_order(good[:1], prompts, [2], [2, 1], True)
     with pytest.raises(RuntimeError, match="out of order"):
-        vllm.rows_in_order(good[::-1], prompts, [2], 2, True)
+        vllm.rows_in_order(good[::-1], prompts, [2], [2, 1], True)
     with pytest.raises(RuntimeError, match="unfinished"):
-        vllm.rows_in_order([good[0], output([3, 4], [7, 2], finished=False)], prompts, [2], 2, True)
+        vllm.rows_in_order([good[0], output([3, 4], [7], finished=False)], prompts, [2], [2, 1], True)
     with pytest.raises(RuntimeError, match="got 1 of 2 tokens"):
-        vllm.rows_in_order([good[0], output([3, 4], [7])], prompts, [2], 2, True)
+        vllm.rows_in_order(good, prompts, [2], [2, 2], True)
+    several = [output([1], [5, 6], [7, 8]), output([3, 4], [7], [9])]
+    assert vllm.rows_in_order(several, prompts, [2], [2, 1], True, 2) == [[5, 6], [7, 8], [7], [9]]
+    with pytest.raises(RuntimeError, match="1 of 2 samples"):
+        vllm.rows_in_order([several[0], good[1]], prompts, [2], [2, 1], True, 2)
+
+
+def test_vllm_forgets_prefixes_only_where_it_keeps_them(spec: EngineSpec) -> None:
+    engine, calls = object.__new__(vllm.Vllm), []
+    engine.llm = SimpleNamespace(reset_prefix_cache=lambda: calls.append(1))
+    for option in ({}, {"enable_prefix_caching": True}):
+        engine.spec = replace(spec, option=option)
+        engine.forget()
+    assert calls == [1]
+
+
+def test_vllm_memory_of_drawn_weights_is_counted_by_the_config(spec: EngineSpec, tmp_path: Path) -> None:
+    shutil.copyfile(spec.model / "config.json", tmp_path / "config.json")
+    engine = object.__new__(vllm.Vllm)
+    cache = SimpleNamespace(num_gpu_blocks=3, block_size=16)
+    engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(cache_config=cache)))
+    engine.spec = spec
+    written = engine.memory()
+    engine.spec = replace(spec, model=tmp_path, dummy=True)
+    assert engine.memory() == written
+    assert written["kv_reserved"] == 3 * 16 * 2 * 6 * 4 * 64 * 4
 
 
 def test_vllm_built_for_another_torch_is_unavailable() -> None:
@@ -354,7 +431,7 @@ def test_vllm_unavailable_names_the_lock(spec: EngineSpec, monkeypatch: pytest.M
 
 def test_vllm_close_ends_a_stubborn_child(monkeypatch: pytest.MonkeyPatch) -> None:
     psutil = pytest.importorskip("psutil")
-    monkeypatch.setattr(vllm, "GRACE_S", 0.3)
+    monkeypatch.setattr(children, "GRACE_S", 0.3)
     code = (
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
     )

@@ -13,13 +13,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from flexroll.bench import job as job_module
+from flexroll.bench import memory as memory_module
 from flexroll.bench import process as worker_process
 from flexroll.bench import supervisor
 from flexroll.bench.coherence import judge, longest_repeat, nonprintable_share
 from flexroll.bench.inputs import find_job
 from flexroll.bench.job import bench, warmup
-from flexroll.bench.plan import make_plan
+from flexroll.bench.plan import cell_seconds, make_plan
 from flexroll.bench.retry import retry
+from flexroll.bench.worker import check_counts
 from flexroll.errors import FlexrollError
 from flexroll.schema.load import parse_config
 from flexroll.schema.records import read_record
@@ -344,3 +347,86 @@ def test_worker_environment_is_shut_off(tree):
     assert env["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
     assert Path(env["TORCHINDUCTOR_CACHE_DIR"]).is_relative_to(tree.root / ".cache")
     assert worker_env(tree.root, "s", "NVIDIA H200")["TRITON_CACHE_DIR"].count("s-NVIDIA-H200") == 1
+
+
+def experiments(**changes):
+    return {"e": config_data()["experiments"]["e"] | changes}
+
+
+def test_a_group_is_given_its_prompts_once_and_counts_every_sample(tree):
+    changes = {"batches": [6], "samples": 3, "sampling": "hot"}
+    tree.bench("Good", experiments=experiments(**changes), samplings={"hot": {"temperature": 1}})
+    record = read_record(tree.raw / JOB / "e-hot-b6.json")
+    assert record.status == "ok" and record.note == "a prompt is computed once a sample"
+    assert {r.tokens for r in record.rounds} == {6 * NEW_TOKENS}
+    assert {r.decode_tokens for r in record.rounds} == {6 * (NEW_TOKENS - 1)}
+    assert record.prompt_tokens == 2 + 3  # of two prompts
+    assert tree.calls("generate") == ["generate 6 2 4 3"] * 3
+    assert len(tree.calls("forget")) == 3 and record.start_parts == {"load": 0.5}
+
+
+def test_uneven_lengths_are_the_same_list_in_every_round(tree):
+    tree.bench("Good", experiments=experiments(batches=[4], slots=2, new_tokens={"min": 2, "max": 9, "seed": 3}))
+    record = read_record(tree.path(4))
+    wanted = sum(record.cell.new_tokens.draw(4))
+    assert record.status == "ok" and [r.tokens for r in record.rounds] == [wanted] * 3
+    assert {line.split()[1] for line in tree.calls("generate")} == {"2"}  # prepared for two at once
+    assert {r.decode_tokens for r in record.rounds} == {wanted - 4}
+
+
+def test_counts_are_checked_for_every_sample_and_length():
+    check_counts([[1], [1], [1, 2], [3, 4]], [1, 2], 2, True)
+    check_counts([[1], [1]], [2, 2], 1, False)
+    with pytest.raises(FlexrollError, match="3 completions for 2 prompts of 2 samples"):
+        check_counts([[1], [1], [1, 2]], [1, 2], 2, True)
+    with pytest.raises(FlexrollError, match="prompt 1 got 1 tokens, asked for 2"):
+        check_counts([[1], [1], [1, 2], [3]], [1, 2], 2, True)
+    with pytest.raises(FlexrollError, match="prompt 0 got 0 tokens, asked for 1 to 2"):
+        check_counts([[]], [2], 1, False)
+
+
+def test_the_engine_is_sized_for_what_runs_at_once_and_told_to_draw(tree, monkeypatch):
+    tasks = []
+    monkeypatch.setattr(job_module.Supervisor, "run", lambda self: tasks.append(self.task))
+    model = {"name": "m", "source": "random", "weights": "drawn", "path": "model"}
+    one = experiments(batches=[2, 4], slots=3, max_model_len=64, backends=[{"backend": "vllm"}])
+    data = config_data(experiments=one, model=model, drift={"stacks": []}, max_model_len=512)
+    name = "s-vllm-none-default-len64-slots3-s1"
+    with pytest.raises(FlexrollError, match="missing"):  # the records that nothing has written
+        bench(parse_config(data), name, work=tree.work, raw=tree.raw, out=tree.raw / "o", root=tree.root, stack="s")
+    spec = tasks[0].spec
+    assert (spec["max_batch"], spec["first_batch"], spec["max_model_len"], spec["dummy"]) == (3, 2, 64, True)
+
+
+def test_plan_counts_lengths_samples_and_slots(tree):
+    def seconds(**changes):
+        samplings = {"greedy": {}, "hot": {"temperature": 1}}
+        config = parse_config(config_data(experiments=experiments(**changes), samplings=samplings))
+        return sum(cell_seconds(cell, True) for cell in make_plan(config, tree.root).cells)
+
+    plain = seconds(batches=[4], new_tokens=8)
+    assert seconds(batches=[4], new_tokens={"min": 8, "max": 8}) == pytest.approx(plain)
+    assert seconds(batches=[4], new_tokens=8, samples=2, sampling="hot") == pytest.approx(plain)
+    assert seconds(batches=[4], new_tokens=8, slots=2) > plain
+
+
+@pytest.mark.parametrize(
+    ("pids", "known", "peak"),
+    [([7], 500, 500), ([7], None, 900 - 300), ([], None, None)],
+    ids=["told apart", "a container", "no child"],
+)
+def test_memory_of_an_engine_in_another_process(monkeypatch, pids, known, peak):
+    asked = []
+
+    def used(index, ours=None):
+        asked.append(ours)
+        return 900, known
+
+    monkeypatch.setattr(memory_module, "visible_gpus", lambda: [{"index": 0}])
+    monkeypatch.setattr(memory_module, "memory_used", used)
+    assert memory_module.device_in_use("cuda") == 900 and memory_module.device_in_use("cpu") is None
+    watch = memory_module.MemoryWatch("cuda", lambda: pids, 300)
+    watch.sample()
+    assert asked[-1] == {os.getpid(), *pids}
+    found = watch.result({"weights": 1})
+    assert (found.peak_allocated, found.device_total, found.weights) == (peak, 900, 1)

@@ -8,17 +8,21 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("snakemake")
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.catalogue import BACKENDS
-from flexroll.schema.cells import expand, jobs
+from flexroll.schema.cells import expand, jobs, remark
 from flexroll.schema.config import AdapterMode, BackendName
 from flexroll.schema.export import config_schema
+from flexroll.schema.lengths import Lengths
 from flexroll.schema.load import known_stacks, load_config, parse_config
 
-CONFIGS = ["config.yaml", "workflow/presets/demo.yaml", "workflow/presets/smoke.yaml"]
+PRESETS = ("demo", "smoke", "h200-engine")
+CONFIGS = ["config.yaml", *(f"workflow/presets/{name}.yaml" for name in PRESETS)]
 
 
 def minimal(**changes: Any) -> dict[str, Any]:
@@ -45,7 +49,8 @@ def test_configs_of_the_tree_are_valid(root: Path, name: str) -> None:
     assert len({cell.path for cell in cells}) == len(cells) > 0
     assert sum(len(job.cells) for job in jobs(cells)) == len(cells)
     for job in jobs(cells):
-        assert len({(cell.stack, cell.backend, cell.adapter, cell.option, cell.session) for cell in job.cells}) == 1
+        engines = {(c.stack, c.backend, c.engine_adapter, c.option, c.variant, c.session) for c in job.cells}
+        assert len(engines) == len({c.dummy for c in job.cells}) == 1
         assert [cell.batch for cell in job.cells] == sorted(cell.batch for cell in job.cells)
 
 
@@ -162,3 +167,127 @@ def test_stacks_restrict_and_sessions_repeat() -> None:
 def test_names_in_the_config_are_those_of_the_catalogue() -> None:
     assert set(get_args(BackendName)) == set(BACKENDS)
     assert set(get_args(AdapterMode)) == {mode for facts in BACKENDS.values() for mode in facts.adapters}
+
+
+def test_h200_engine_starts_few_engines_and_covers_each_workload(root: Path) -> None:
+    config = load_config(root / "workflow/presets/h200-engine.yaml", root)
+    cells = expand(config)
+    started = [job.backend for job in jobs(cells)]
+    assert (started.count("vllm"), started.count("flex")) == (4, 3)
+    assert {cell.section for cell in cells} == {"batch_sweep", "grpo", "group", "uneven", "memory"}
+    for section in ("batch_sweep", "grpo", "group", "uneven", "memory"):
+        assert {c.backend for c in cells if c.section == section} == {"flex", "vllm"}
+    for job in jobs(cells):  # vLLM runs as many sequences at once as its engine was started for
+        if job.backend == "vllm":
+            assert {c.slots for c in job.cells} == {None} or {c.running for c in job.cells} == {64}
+    assert config.prompts.lengths[1] + 512 <= 720 and config.prompts.lengths[1] + 1024 <= 1232
+
+
+GROUP = {"batches": [6], "samples": 3, "sampling": "hot"}
+HOT = {"samplings": {"greedy": {}, "hot": {"temperature": 1}}}
+DRAWN = {"model": {"name": "m", "source": "random", "weights": "drawn", "path": "models/m"}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (minimal(experiments={"one": experiment(**GROUP | {"batches": [4]})}, **HOT), "batch 4 is not a multiple of"),
+        (minimal(experiments={"one": experiment(**GROUP | {"sampling": "greedy"})}, **HOT), "are all alike"),
+        (minimal(experiments={"one": experiment(new_tokens=0)}), "experiments.one.new_tokens: Input should be greater"),
+        (minimal(experiments={"one": experiment(new_tokens={"min": 4, "mex": 8})}), "did you mean 'max'"),
+        (minimal(experiments={"one": experiment(new_tokens={"min": 9, "max": 8})}), "min 9 is more than max 8"),
+        (
+            minimal(experiments={"one": experiment(new_tokens={"min": 1, "max": 8}, ignore_eos=False)}),
+            "new_tokens drawn from a range needs ignore_eos",
+        ),
+        (
+            minimal(experiments={"one": experiment(new_tokens={"min": 1, "max": 64}, max_model_len=64)}),
+            "new_tokens 64 leaves no room for a prompt in max_model_len 64",
+        ),
+        (minimal(model={"name": "m", "path": "x", "weights": "drawn"}), "weights 'drawn' needs source 'random'"),
+        (minimal(**DRAWN), "set drift.stacks: []"),
+        (
+            minimal(experiments={"one": experiment(backends=[{"backend": "unsloth"}])}, **DRAWN, drift={"stacks": []}),
+            "backend 'unsloth' cannot draw weights",
+        ),
+        (
+            minimal(options={"a": {"vllm": {"equal_kv": True, "gpu_memory_utilization": 0.5}}}),
+            "gpu_memory_utilization and equal_kv both size the KV cache",
+        ),
+        (
+            minimal(options={"a": {"vllm": {"equal_kv": True, "kv_cache_memory_bytes": 5}}}),
+            "kv_cache_memory_bytes and equal_kv both size the KV cache",
+        ),
+    ],
+)
+def test_workloads_that_cannot_be_are_one_line(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(FlexrollError) as caught:
+        parse_config(data, "config")
+    assert message in str(caught.value) and "\n" not in str(caught.value) and "<" not in str(caught.value)
+
+
+def test_a_group_has_fewer_prompts_than_sequences() -> None:
+    config = parse_config(minimal(experiments={"one": experiment(**GROUP | {"batches": [24]})}, **HOT))
+    (cell,) = expand(config)
+    assert (cell.prompts, cell.samples, cell.running, cell.warmup_prompts) == (8, 3, 24, 8)
+
+
+@given(st.integers(1, 500), st.integers(0, 500), st.integers(0, 2**32), st.integers(1, 100))
+def test_lengths_are_within_their_bounds_and_go_on_with_the_same_list(low: int, more: int, seed: int, n: int) -> None:
+    drawn = Lengths(min=low, max=low + more, seed=seed)
+    assert all(low <= length <= low + more for length in drawn.draw(n))
+    assert drawn.draw(n + 7)[:n] == drawn.draw(n)
+
+
+def test_lengths_spread_log_uniformly() -> None:
+    drawn = Lengths(min=16, max=1024).draw(4000)
+    assert min(drawn) == 16 and max(drawn) > 1000
+    assert 0.47 < sum(length < 128 for length in drawn) / 4000 < 0.53  # 128 lies half way on a log scale
+    assert Lengths(min=16, max=1024, seed=1).draw(8) != drawn[:8]
+
+
+def test_engines_are_apart_by_length_and_by_slots_where_they_cannot_change_them() -> None:
+    both = [{"backend": "flex"}, {"backend": "vllm"}]
+    config = parse_config(
+        minimal(
+            experiments={
+                "one": experiment(backends=both),
+                "two": experiment(backends=both, batches=[4], slots=2, max_model_len=4096),
+                "three": experiment(backends=both, batches=[8], slots=4),
+            }
+        )
+    )
+    assert [job.name.removeprefix("torch2.11-") for job in jobs(expand(config))] == [
+        "flex-none-default-s1",
+        "vllm-none-default-s1",
+        "flex-none-default-len4096-s1",
+        "vllm-none-default-len4096-slots2-s1",
+        "vllm-none-default-slots4-s1",
+    ]
+    assert all(job.name == f"{job.engine}-s1" for job in jobs(expand(config)))
+
+
+def test_merged_weights_that_are_drawn_run_on_the_base_and_say_so() -> None:
+    uses = [{"backend": "vllm", "adapters": ["none", "merged", "request"]}, {"backend": "flex", "adapters": ["merged"]}]
+    cells = expand(parse_config(minimal(experiments={"one": experiment(backends=uses)}, **DRAWN, drift={"stacks": []})))
+    assert [(cell.adapter, cell.engine_adapter) for cell in cells] == [
+        ("none", "none"),
+        ("merged", "none"),
+        ("request", "request"),
+        ("merged", "merged"),
+    ]
+    assert len({cell.path for cell in cells}) == 4 and cells[0].job == cells[1].job
+    assert [job.adapter for job in jobs(cells)] == ["none", "request", "merged"]
+    assert "in place of merged ones" in remark(cells[1]) and "merged" not in remark(cells[0]) + remark(cells[3])
+    assert all("weights drawn" in remark(cell) for cell in cells)
+
+
+def test_remarks_are_made_only_where_work_differs() -> None:
+    uneven = {"batches": [4], "new_tokens": {"min": 2, "max": 8}, "slots": 2, "samples": 2, "sampling": "hot"}
+    uses = [{"backend": name} for name in ("transformers_generate", "transformers_cb", "flex")]
+    config = parse_config(minimal(experiments={"one": experiment(backends=uses, **uneven)}, **HOT))
+    static, continuous, flex = map(remark, expand(config))
+    assert "runs to the longest" in static and "batches of 2" in static and "once a sample" in static
+    assert continuous == "a prompt is computed once a sample" and flex == ""
+    plain = parse_config(minimal(experiments={"one": experiment(backends=uses)}))
+    assert {remark(cell) for cell in expand(plain)} == {""}

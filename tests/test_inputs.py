@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import math
 import os
 import shutil
 import struct
@@ -18,9 +19,10 @@ import pytest
 
 from flexroll.bench.checkpoint import check_checkpoint, fingerprint, hash_files, safetensors_header
 from flexroll.bench.model import prepare_model
-from flexroll.bench.prompts import prepare_prompts
+from flexroll.bench.prompts import longest_prompt, needed_prompts, prepare_prompts
 from flexroll.errors import FlexrollError
 from flexroll.provenance import SRC
+from flexroll.schema import architecture
 from flexroll.schema.load import parse_config
 
 TINY = Path(__file__).parents[1] / "models" / "tiny-gsm"
@@ -162,6 +164,30 @@ def test_random_weights_refuse_what_they_cannot_do(tiny):
         prepare_model(make_config(model={"name": "n", "source": "random", "path": "model"}), tiny / "o.json", tiny)
 
 
+def test_drawn_weights_write_nothing_and_say_so(tiny):
+    (tiny / "model" / "model.safetensors").write_bytes(b"not even read")
+    model = {"name": "r", "source": "random", "path": "model", "weights": "drawn"}
+    prepare_model(make_config(model=model, drift={"stacks": []}), tiny / "model.json", tiny)
+    data = json.loads((tiny / "model.json").read_text())
+    assert data["path"] == "model" and data["weights"] == "drawn" and "drawn on the device" in data["source"]
+    assert "config.json" in data["files"] and "tokenizer.json" in data["files"]
+    assert not any(name.endswith(".safetensors") for name in data["files"]) and not (tiny / "models").exists()
+    model["path"] = "model/config.json"
+    prepare_model(make_config(model=model, drift={"stacks": []}), tiny / "model.json", tiny)
+    assert json.loads((tiny / "model.json").read_text()) == data
+
+
+def test_tensors_of_a_config_are_those_of_its_checkpoint(tiny):
+    config = json.loads((TINY / "config.json").read_text())
+    stored = {name: tuple(entry["shape"]) for name, entry in safetensors_header(TINY / "model.safetensors").items()}
+    wanted = dict(architecture.tensors(config))
+    assert wanted == {name: shape for name, shape in stored.items() if name != "lm_head.weight"}
+    assert architecture.parameters(config) == sum(math.prod(shape) for shape in wanted.values())
+    shape = json.loads((TINY.parent / "qwen3-4b-shape" / "config.json").read_text())
+    assert architecture.parameters(shape) == 4_022_468_096  # Qwen3-4B's own count
+    assert architecture.kv_token_bytes(shape, "bfloat16") == 147_456
+
+
 # Prompts
 
 
@@ -257,7 +283,7 @@ def test_bad_prompt_files_are_named(with_tokenizer):
     with pytest.raises(FlexrollError, match="chat template is not valid"):
         run_prompts(with_tokenizer)
     (with_tokenizer / "model" / "chat_template.jinja").unlink()
-    with pytest.raises(FlexrollError, match=r"no chat template there; set prompts\.format: text"):
+    with pytest.raises(FlexrollError, match=r"no chat template there; use plain text \(prompts\.format: text"):
         run_prompts(with_tokenizer)
     (with_tokenizer / "model" / "tokenizer.json").unlink()
     with pytest.raises(FlexrollError, match=r"tokenizer\.json: missing"):
@@ -275,6 +301,18 @@ def test_random_prompts_need_no_tokenizer(tiny):
     assert all(128 <= i < 1920 for p in data["prompts"] for i in p["ids"])
     with pytest.raises(FlexrollError, match="200 is too long, 112 tokens fit"):
         run_prompts(tiny, source="random", lengths=[5, 200])
+
+
+def test_prompts_needed_and_their_room_follow_each_experiment():
+    base = {"title": "E", "section": "group", "stacks": ["s"], "backends": [{"backend": "flex"}]}
+    several = {
+        "a": base | {"batches": [8], "samples": 4, "sampling": "hot", "new_tokens": 100},
+        "b": base | {"batches": [2], "new_tokens": {"min": 4, "max": 150}, "max_model_len": 200},
+    }
+    config = make_config(experiments=several, samplings={"greedy": {}, "hot": {"temperature": 1}})
+    assert needed_prompts(config) == 2 and longest_prompt(config) == 28
+    several["a"]["warmup_prompts"] = 5
+    assert needed_prompts(make_config(experiments=several, samplings={"greedy": {}, "hot": {"temperature": 1}})) == 5
 
 
 # The hub: a local server that answers as it does, and a fresh process that is pointed at it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -230,3 +231,80 @@ def test_cells_and_fences_are_safe() -> None:
     assert text.cell("a|b\n<c>") == "a\\|b &lt;c>"
     assert text.fence("a```b").startswith("````text\n")
     assert text.listed(["a", "b", "c"]) == "a, b and c"
+
+
+WORKLOADS = {
+    "group": {"section": "group", "batches": [16], "samples": 8, "sampling": "equivalence"},
+    "uneven": {"section": "uneven", "batches": [12], "slots": 4, "new_tokens": {"min": 8, "max": 64}},
+    "memory": {"section": "memory", "batches": [8]},
+}
+
+
+def workloads(name: str = "m", **model: str):
+    base = {"new_tokens": 64, "stacks": ["torch2.11"]}
+    backends = {
+        "group": [{"backend": "flex"}, {"backend": "vllm"}, {"backend": "transformers_cb"}],
+        "uneven": [{"backend": "flex"}, {"backend": "vllm"}],
+        "memory": [{"backend": "flex"}, {"backend": "vllm", "options": ["default", "equal_kv"]}],
+    }
+    if model:  # transformers cannot draw weights
+        backends["group"].pop()
+    return synthetic.config(
+        model={"name": name, "source": "random", "path": "models/m", **model},
+        options={"equal_kv": {"vllm": {"equal_kv": True}}},
+        drift={"stacks": []},
+        experiments={
+            key: {"title": f"The {key}", "backends": backends[key], **base, **own} for key, own in WORKLOADS.items()
+        },
+    )
+
+
+def test_group_uneven_and_memory(tmp_path: Path) -> None:
+    config = workloads()
+
+    def make(cell: Cell) -> Record:
+        wide = cell.backend == "vllm" and cell.option == "default"
+        return synthetic.record(
+            cell, [200 if cell.backend == "flex" else 100], memory_gb=117 if wide else 9, gpu="H200"
+        )
+
+    synthetic.write_run(tmp_path, config, make)
+    analyse(config, tmp_path, REPORT / "claims.yaml")
+    document = render(config, tmp_path, REPORT).read_text()
+    found = sections(document)
+    assert list(found) == [*SECTIONS[:5], "Group sampling", "Uneven lengths", "Memory", *SECTIONS[5:]]
+    for block in tables(document):
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in block}) == 1, block
+    assert re.search(r"\| 16 \(2 × 8\) \| flex \|.*\| 200 % \|", found["Group sampling"])
+    assert re.search(r"\| 12 \(4 at once\) \| flex \|.*\| 200 % \|", found["Uneven lengths"])
+    assert re.search(r"\| vLLM \| `default` \| 80 % of the device \|.*\| 117 \|", found["Memory"])
+    # 9 GB in use less 1 GB of weights and 0.1 GB of KV
+    assert re.search(r"\| vLLM \| `equal_kv` \| that of flex \| 1.00 \| 0.1 \| 7.90 \|", found["Memory"])
+    assert re.search(r"\| flex \| `default` \| what runs at once \|", found["Memory"])
+    assert "8–64, log-uniform, seed 0" in found["Set-up"] and "transformers CB: a prompt is computed" in found["Set-up"]
+    assert "At batch 12 (uneven lengths) flex generates 200 tok/s" in document
+    table = (tmp_path / "table.csv").read_text()
+    assert "8 to 64" in table and "{" not in table
+
+
+def test_drawn_weights_are_said_to_be_drawn(tmp_path: Path) -> None:
+    config = workloads(weights="drawn")
+    synthetic.write_run(tmp_path, config, synthetic.record)
+    analyse(config, tmp_path, REPORT / "claims.yaml")
+    setup = sections(render(config, tmp_path, REPORT).read_text())["Set-up"]
+    assert "weights drawn on the device by each engine" in setup
+    assert "- flex and vLLM: weights drawn on the device, not read: the text is noise." in setup
+
+
+def test_records_from_before_groups_and_slots_are_read(tmp_path: Path) -> None:
+    config = synthetic.config()
+    cells = synthetic.write_run(tmp_path, config, synthetic.record)
+    for cell in cells:
+        path = tmp_path / "raw" / cell.path
+        data = json.loads(path.read_text())
+        for name in ("samples", "slots", "weights", "variant"):
+            del data["cell"][name]
+        del data["note"], data["start_parts"]
+        path.write_text(json.dumps(data))
+    rows = analyse(config, tmp_path, REPORT / "claims.yaml").cells
+    assert {(row.status, row.note, row.samples) for row in rows} == {("ok", "", 1)}

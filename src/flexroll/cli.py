@@ -13,9 +13,12 @@ from typing import Annotated, Any
 import typer
 
 from flexroll import __version__
+from flexroll.cli_generate import generate
 from flexroll.errors import FlexrollError, one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+app.command()(generate)
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration (YAML).")]
 OutOption = Annotated[Path, typer.Option("--out", help="File to write.")]

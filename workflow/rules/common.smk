@@ -11,6 +11,7 @@ ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT / "src"))
 
 from flexroll import provenance
+from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.errors import FlexrollError
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs
@@ -101,6 +102,7 @@ try:
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
+    PROMPTS = [needed_prompts(CONFIG), longest_prompt(CONFIG)]
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
     CODE = {
         name: provenance.source_hash(*modules, src=ROOT / "src")

@@ -45,7 +45,7 @@ rule prompts:
     params:
         prompts=CONFIG.prompts.model_dump_json(),
         code=CODE["prompts"],
-        max_model_len=CONFIG.max_model_len,
+        needed=PROMPTS,
     shell:
         "flexroll --stack {resources.stack} prompts --config {resources.config:q} --model {input.model} --out {output}"
         " 2>&1 | tee {log}"

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
 IDENTITY = ("experiment", "section", "backend", "adapter", "batch", "option", "sampling", "stack")
+WORKLOAD = ("new_tokens", "samples", "slots")
 # Fields that a result's number depends on and that the record's path does not name.
 SETTINGS = tuple(name for name in Cell.model_fields if name not in (*IDENTITY, "session"))
 
@@ -64,7 +65,7 @@ def _relative(message: str, path: Path, file: str) -> str:
 
 
 def _row(cell: Cell, file: str, **rest: Any) -> CellRow:
-    identity = {name: getattr(cell, name) for name in (*IDENTITY, "session", "new_tokens")}
+    identity = {name: getattr(cell, name) for name in (*IDENTITY, "session", *WORKLOAD)}
     return CellRow(**identity, file=file, **rest)
 
 
@@ -92,6 +93,7 @@ def _from_record(cell: Cell, record: Record, file: str) -> CellRow:
         status=status,
         reason=" ".join(reason.split()),
         note=_differences(cell, record.cell),
+        remark=record.note,
         memory=MemoryRow(**record.memory.model_dump()),
         coherent=all(s.coherence.ok for s in record.samples) if record.samples else None,
         coherence_notes=sorted({note for s in record.samples for note in s.coherence.notes}),
@@ -146,7 +148,7 @@ def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> 
         reason = f"{len(group) - len(ok)} of {len(group)} sessions {bad.status}: {bad.reason}"
     return Result(
         **identity,
-        new_tokens=group[0].new_tokens,
+        **{name: getattr(group[0], name) for name in WORKLOAD},
         option_values=config.option(identity["option"]).for_backend(identity["backend"]),
         status=basis[0].status,
         reason=reason,
@@ -213,6 +215,7 @@ def table(rows: list[CellRow]) -> pandas.DataFrame:
     flat = []
     for row in rows:
         data = row.model_dump(exclude={"rounds", "memory", "coherence_notes", "coherent"})
+        data["new_tokens"] = str(row.new_tokens)
         data["rounds"] = row.n
         data |= {f"memory_{part}_bytes": value for part, value in row.memory.model_dump().items()}
         data["coherence"] = {True: "coherent", False: "broken", None: "no samples"}[row.coherent]
@@ -222,4 +225,4 @@ def table(rows: list[CellRow]) -> pandas.DataFrame:
         flat.append(data)
     frame = pandas.DataFrame(flat)
     whole = [c for c in frame.columns if c.startswith("memory_")]
-    return frame.astype({c: "Int64" for c in whole})
+    return frame.astype({c: "Int64" for c in (*whole, "slots")})

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flexroll.schema.claims import Published, Source, Unit, Verdict
+from flexroll.schema.lengths import Lengths
 
 Status = Literal["ok", "failed", "skipped", "missing", "unreadable"]
 
@@ -50,14 +51,18 @@ class CellRow(Configuration):
 
     rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
     status is ok. spread: (best - min) / median. coherence: None without samples. note: where the record was measured
-    under other settings than the config now asks for. file: path relative to the run's folder.
+    under other settings than the config now asks for. remark: how the backend did the work, where that is not plain.
+    file: path relative to the run's folder.
     """
 
     session: int
-    new_tokens: int
+    new_tokens: int | Lengths
+    samples: int = 1
+    slots: int | None = None
     status: Status
     reason: str = ""
     note: str = ""
+    remark: str = ""
     n: int = 0
     tps_median: float | None = None
     tps_best: float | None = None
@@ -83,7 +88,9 @@ class Result(Configuration):
     """A configuration: its cells over all sessions. tps: median of the sessions' medians, over ok cells only; best and
     min are over every measured round; n: rounds behind them. status is ok where any session is ok."""
 
-    new_tokens: int
+    new_tokens: int | Lengths
+    samples: int = 1
+    slots: int | None = None
     option_values: dict[str, Any]
     status: Status
     reason: str = ""

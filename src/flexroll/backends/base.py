@@ -15,8 +15,9 @@ class EngineSpec:
     """What a backend needs to start, once a process.
 
     model: checkpoint folder; adapter: PEFT folder or None; merged: folder of a checkpoint with the adapter merged in
-    (written by `flexroll merge`), for backends that merge nothing themselves. max_batch and max_model_len bound every
-    later `prepare`. option: the backend's own options, as validated by the config.
+    (written by `flexroll merge`), for backends that merge nothing themselves. max_batch: most sequences that run at
+    once; it and max_model_len bound every later `prepare`. first_batch: what the first `prepare` will ask for. dummy:
+    draw weights on the device, from config.json alone. option: the backend's own options, as validated by the config.
     """
 
     model: Path
@@ -28,23 +29,29 @@ class EngineSpec:
     max_batch: int
     max_model_len: int
     seed: int
+    first_batch: int = 1
+    dummy: bool = False
     option: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class Generation:
-    """Result of one call: generated ids in prompt order, without the prompt; times where the backend can tell."""
+    """Result of one call: generated ids without the prompt, all samples of a prompt together, in prompt order.
+
+    Times where the backend can tell; decode_tokens: of its decode steps, where that is not all but the first ones.
+    """
 
     tokens: list[list[int]]
     prefill_s: float | None = None
     decode_s: float | None = None
+    decode_tokens: int | None = None
 
 
 class Backend(ABC):
     """One engine in this process.
 
-    Life: `unavailable(spec)` -> constructor (loads, compiles) -> for each cell `prepare`, then `generate` per round ->
-    `close`. Import of the heavy library happens in the constructor, never at module import.
+    Life: `unavailable(spec)` -> constructor (loads, compiles) -> for each cell `prepare`, then `forget` and `generate`
+    per round -> `close`. Import of the heavy library happens in the constructor, never at module import.
     """
 
     @classmethod
@@ -55,14 +62,26 @@ class Backend(ABC):
     @abstractmethod
     def __init__(self, spec: EngineSpec) -> None: ...
 
-    def prepare(self, batch: int) -> None:
-        """Called before a cell's rounds; a backend may size its KV cache for `batch` sequences here."""
+    def prepare(self, running: int) -> None:
+        """Called before a cell's rounds: at most `running` sequences run at once; a backend may size its KV cache."""
+
+    def forget(self) -> None:
+        """Called before a round, untimed: drop what was kept of earlier rounds' prompts."""
 
     @abstractmethod
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
-        """Generate for all prompts at once. With ignore_eos exactly new_tokens a prompt.
+        """Generate `samples` continuations of every prompt, in one call.
+
+        Args:
+            new_tokens: a length a prompt, at most; with ignore_eos exactly.
 
         Raises whatever the library raises; the runner records it as the cell's reason. A request the library drops
         silently must raise here.
@@ -71,6 +90,10 @@ class Backend(ABC):
     @abstractmethod
     def memory(self) -> dict[str, int | None]:
         """{"weights": bytes, "kv_reserved": bytes}; None where it cannot be told."""
+
+    def start_parts(self) -> dict[str, float]:
+        """Seconds until the engine was ready for the prepared cell: load, compile, capture; where it tells."""
+        return {}
 
     def child_pids(self) -> list[int]:
         """Processes of this engine besides the current one, for memory accounting."""

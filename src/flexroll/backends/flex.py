@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from flexroll.backends.base import Backend, EngineSpec, Generation
@@ -10,45 +12,73 @@ from flexroll.engine.sampling import SamplingParams
 from flexroll.schema.config import Sampling
 
 
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Keyword arguments of Engine.from_pretrained. What the option leaves open is left to the engine."""
+    option = spec.option
+    given = {
+        "page_size": option.get("page_size"),
+        "attention": option.get("attention"),
+        "compiled": option.get("compile"),
+        "cuda_graphs": option.get("cuda_graphs"),
+        "max_prefill_tokens": option.get("max_prefill_tokens"),
+        "decode_kernel_options": option.get("decode_kernel_options"),
+        "prefill_kernel_options": option.get("prefill_kernel_options"),
+        "kv_tokens": option.get("kv_tokens"),
+        "dummy": spec.dummy or None,
+    }
+    return {
+        "adapter": spec.adapter if spec.adapter_mode != "none" else None,
+        "adapter_mode": spec.adapter_mode,
+        "dtype": getattr(torch, spec.dtype),
+        "device": spec.device,
+        "max_batch": spec.first_batch,  # each cell brings its own, see prepare
+        "max_model_len": spec.max_model_len,
+        **{name: value for name, value in given.items() if value is not None},
+    }
+
+
 class FlexBackend(Backend):
-    """One engine a process; its slots and KV pool are resized to each cell's batch."""
+    """One engine a process; its slots and KV pool are resized to each cell's running sequences."""
 
     def __init__(self, spec: EngineSpec) -> None:
-        option = spec.option
-        self.engine = Engine.from_pretrained(
-            spec.model,
-            adapter=spec.adapter if spec.adapter_mode != "none" else None,
-            adapter_mode=spec.adapter_mode,
-            dtype=getattr(torch, spec.dtype),
-            device=spec.device,
-            max_batch=1,
-            max_model_len=spec.max_model_len,
-            page_size=option.get("page_size", 64),
-            max_prefill_tokens=option.get("max_prefill_tokens", 2048),
-            compiled=option.get("compile", True),
-            decode_kernel_options=option.get("decode_kernel_options"),
-            prefill_kernel_options=option.get("prefill_kernel_options"),
-        )
+        self.kv_tokens: int | None = spec.option.get("kv_tokens")
+        self.running = spec.first_batch
+        self.engine = Engine.from_pretrained(spec.model, **engine_arguments(spec))
 
-    def prepare(self, batch: int) -> None:
-        self.engine.resize(batch)
+    def prepare(self, running: int) -> None:
+        if running != self.running:  # a resize captures every graph anew
+            self.engine.resize(running, self.kv_tokens)
+            self.running = running
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
-        params = SamplingParams(
-            max_new_tokens=new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=seed,
-            ignore_eos=ignore_eos,
-        )
+        params = [
+            SamplingParams(
+                n=samples,
+                max_new_tokens=new,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                min_p=sampling.min_p,
+                seed=seed,
+                ignore_eos=ignore_eos,
+            )
+            for new in new_tokens
+        ]
         completions = self.engine.generate(prompts, params)
         stats = self.engine.stats
-        return Generation([c.token_ids for c in completions], prefill_s=stats.prefill_s, decode_s=stats.decode_s)
+        return Generation([c.token_ids for c in completions], stats.prefill_s, stats.decode_s, stats.decode_tokens)
 
     def memory(self) -> dict[str, int | None]:
         """Weights in use: the inference copy and, where an adapter is merged, the pristine matrices beside it."""
         return {"weights": self.engine.weights_bytes, "kv_reserved": self.engine.cache.n_bytes}
+
+    def start_parts(self) -> dict[str, float]:
+        return dict(self.engine.start_s)

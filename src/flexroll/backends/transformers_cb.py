@@ -33,9 +33,10 @@ def version() -> tuple[int, int]:
 class TransformersCb(Backend):
     """Options: attention (`paged|sdpa` or `paged|eager`), block_size (tokens). Adapter modes: none, merged, unmerged.
 
-    The pool holds the cell's batch at full max_model_len, so that no request waits for memory. Blocks are never shared
-    between prompts, for prefix caching is off everywhere. min_p: the library warns that it might not be supported, but
-    applies it, a row at a time (a test shows it).
+    The pool holds the sequences that may run at once, at full max_model_len, so that none of them waits for memory; the
+    others wait for a place. transformers 4.57 knows no such limit, and there all run at once. Blocks are never shared
+    between prompts, so that a prompt is computed once a sample. min_p: the library warns that it might not be
+    supported, but applies it, a row at a time (a test shows it).
     """
 
     @classmethod
@@ -60,14 +61,20 @@ class TransformersCb(Backend):
         attention = spec.option.get("attention", "paged|sdpa")
         self.block_size = int(spec.option.get("block_size", 32))
         self.model = common.load_model(spec, KEYS_4[attention] if self.old else attention)
-        self.batch = spec.max_batch
+        self.running = spec.max_batch
         self._kv_bytes: int | None = None
 
-    def prepare(self, batch: int) -> None:
-        self.batch = batch
+    def prepare(self, running: int) -> None:
+        self.running = running
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
         """Generate for all prompts at once; see Backend.generate.
 
@@ -82,9 +89,13 @@ class TransformersCb(Backend):
         if not prompts:
             return Generation([])
         torch.manual_seed(seed)
-        manager = self._manager(sampling, new_tokens, ignore_eos, seed, len(prompts))
+        prompts, new_tokens = common.repeated(prompts, samples), common.repeated(new_tokens, samples)
+        manager = self._manager(sampling, max(new_tokens), ignore_eos, seed, len(prompts))
         done: dict[str, Any] = {}
-        ids = [manager.add_request(list(prompt), max_new_tokens=new_tokens) for prompt in prompts]
+        ids = [
+            manager.add_request(list(prompt), max_new_tokens=new)
+            for prompt, new in zip(prompts, new_tokens, strict=True)
+        ]
         try:
             manager.start()
             while len(done) < len(ids):
@@ -106,10 +117,10 @@ class TransformersCb(Backend):
         return Generation(common.finish(rows, self.eos, new_tokens, ignore_eos))
 
     def _manager(self, sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int, requests: int) -> Any:
-        """A manager that is not running yet, with a KV pool for the prepared batch."""
+        """A manager that is not running yet, with a KV pool for the sequences that may run at once."""
         from transformers import GenerationConfig
 
-        batch = max(self.batch, requests)
+        batch = max(self.running, requests) if self.old else self.running
         # One token more than the longest sequence: 4.57 writes the token it drops.
         blocks = batch * -(-(self.spec.max_model_len + 1) // self.block_size)
         stop = -1 if ignore_eos or not self.eos else self.eos  # -1 is the library's own word for none

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from flexroll.backends.base import EngineSpec
 from flexroll.errors import FlexrollError
+from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 
-DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = architecture.DTYPE_BYTES
 
 
 def checkpoint_of(spec: EngineSpec) -> Path:
@@ -65,11 +66,7 @@ def eos_ids(checkpoint: Path) -> list[int]:
 
 def kv_token_bytes(checkpoint: Path, dtype: str) -> int:
     """Bytes of K and V that one token takes over all layers, from config.json."""
-    config = read_json(checkpoint / "config.json")
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * kv_heads * head_dim * DTYPE_BYTES[dtype]
+    return architecture.kv_token_bytes(read_json(checkpoint / "config.json"), dtype)
 
 
 def file_parameters(folder: Path, tied: bool) -> int:
@@ -89,20 +86,22 @@ def file_parameters(folder: Path, tied: bool) -> int:
     return total
 
 
-def check_request(spec: EngineSpec, prompts: list[list[int]], new_tokens: int) -> None:
+def check_request(spec: EngineSpec, prompts: list[list[int]], new_tokens: list[int]) -> None:
     """Refuse what no engine can do, before any of them fails in its own way.
 
     Raises:
-        FlexrollError: new_tokens below 1, an empty prompt, or one that leaves no room for new_tokens.
+        FlexrollError: not a length a prompt, one below 1, an empty prompt, or one that leaves no room for its new ones.
     """
-    if new_tokens < 1:
-        raise FlexrollError(f"new_tokens is {new_tokens}; ask for at least 1")
-    for index, prompt in enumerate(prompts):
+    if len(new_tokens) != len(prompts):
+        raise FlexrollError(f"{len(prompts)} prompts but {len(new_tokens)} lengths; give one each")
+    for index, (prompt, new) in enumerate(zip(prompts, new_tokens, strict=True)):
+        if new < 1:
+            raise FlexrollError(f"new_tokens is {new}; ask for at least 1")
         if not prompt:
             raise FlexrollError(f"prompt {index} is empty; every prompt needs at least one token")
-        if len(prompt) + new_tokens > spec.max_model_len:
+        if len(prompt) + new > spec.max_model_len:
             raise FlexrollError(
-                f"prompt {index} has {len(prompt)} tokens and {new_tokens} are to follow, but max_model_len is "
+                f"prompt {index} has {len(prompt)} tokens and {new} are to follow, but max_model_len is "
                 f"{spec.max_model_len}; raise it or shorten the prompt"
             )
 
@@ -118,17 +117,22 @@ def cut(tokens: list[int], eos: Iterable[int], new_tokens: int, ignore_eos: bool
     return tokens
 
 
-def finish(rows: list[list[int]], eos: list[int], new_tokens: int, ignore_eos: bool) -> list[list[int]]:
-    """Cut every row (see `cut`), and make sure that none is short.
+def repeated(items: list[Any], samples: int) -> list[Any]:
+    """Every item `samples` times, one after another: for a library that is given a prompt once a sample."""
+    return [item for item in items for _ in range(samples)]
+
+
+def finish(rows: list[list[int]], eos: list[int], new_tokens: list[int], ignore_eos: bool) -> list[list[int]]:
+    """Cut every row to its own length (see `cut`), and make sure that none is short.
 
     Raises:
         RuntimeError: a row ended early although nothing allowed it to.
     """
-    rows = [cut(row, eos, new_tokens, ignore_eos) for row in rows]
-    for index, row in enumerate(rows):
+    rows = [cut(row, eos, new, ignore_eos) for row, new in zip(rows, new_tokens, strict=True)]
+    for index, (row, new) in enumerate(zip(rows, new_tokens, strict=True)):
         ended = not ignore_eos and row and row[-1] in eos
-        if len(row) != new_tokens and not ended:
-            raise RuntimeError(f"prompt {index} got {len(row)} of {new_tokens} tokens")
+        if len(row) != new and not ended:
+            raise RuntimeError(f"sequence {index} got {len(row)} of {new} tokens")
     return rows
 
 
@@ -156,6 +160,16 @@ def left_padded(prompts: list[list[int]], device: str) -> tuple[Any, Any]:
         ids[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     return ids.to(device), mask.to(device)
+
+
+def static_batches(
+    prompts: list[list[int]], new_tokens: list[int], samples: int, running: int
+) -> Iterator[tuple[list[list[int]], list[int]]]:
+    """(prompts, new tokens) of one batch after another, at most `running` sequences each, for an engine that runs a
+    batch from start to end together."""
+    prompts, new_tokens = repeated(prompts, samples), repeated(new_tokens, samples)
+    for first in range(0, len(prompts), running):
+        yield prompts[first : first + running], new_tokens[first : first + running]
 
 
 def parameter_bytes(model: Any) -> int:

@@ -1,4 +1,4 @@
-"""transformers `model.generate` on one left-padded batch: the plainest engine, and the reference of the others."""
+"""transformers `model.generate` on left-padded batches: the plainest engine, and the reference of the others."""
 
 from __future__ import annotations
 
@@ -14,34 +14,54 @@ class TransformersGenerate(Backend):
         self.spec = spec
         self.eos = common.eos_ids(spec.model)
         self.model = common.load_model(spec, "sdpa")
+        self.running = spec.max_batch
         self._cached_tokens = 0
 
+    def prepare(self, running: int) -> None:
+        self.running = running
+
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
-        """Generate for all prompts in one batch; see Backend.generate.
+        """Generate for all prompts, batch by batch of as many sequences as may run at once; see Backend.generate.
+
+        A batch runs to the longest of its lengths, and every row is cut to its own.
 
         With ignore_eos no stop token is given at all, so that an EOS is a token like any other and nothing suppresses
         it: vLLM's ignore_eos means the same.
         """
         import torch
-        from transformers import GenerationConfig
 
         common.check_request(self.spec, prompts, new_tokens)
-        if not prompts:
-            return Generation([])
+        torch.manual_seed(seed)
+        rows: list[list[int]] = []
+        for part, lengths in common.static_batches(prompts, new_tokens, samples, self.running):
+            rows += self._batch(part, sampling, lengths, ignore_eos)
+        return Generation(rows)
+
+    def _batch(
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: list[int], ignore_eos: bool
+    ) -> list[list[int]]:
+        import torch
+        from transformers import GenerationConfig
+
         ids, mask = common.left_padded(prompts, self.spec.device)
         config = GenerationConfig(
-            max_new_tokens=new_tokens,
+            max_new_tokens=max(new_tokens),
             eos_token_id=None if ignore_eos or not self.eos else self.eos,
             pad_token_id=0,
             **common.sampling_arguments(sampling),
         )
-        torch.manual_seed(seed)
         with torch.inference_mode():
             out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         self._cached_tokens = max(self._cached_tokens, out.shape[0] * out.shape[1])
-        return Generation(common.finish(out[:, ids.shape[1] :].tolist(), self.eos, new_tokens, ignore_eos))
+        return common.finish(out[:, ids.shape[1] :].tolist(), self.eos, new_tokens, ignore_eos)
 
     def memory(self) -> dict[str, int | None]:
         """kv_reserved: the padded cache of the largest call so far; it grows with the sequence, nothing is reserved."""

@@ -63,6 +63,7 @@ class Unsloth(Backend):
         self.eos = common.eos_ids(checkpoint)
         self.fast = bool(spec.option.get("fast_inference", False))
         self.request: Any = None
+        self.running = spec.max_batch
         self._cached_tokens = 0
         self.model, _ = FastLanguageModel.from_pretrained(
             model_name=str(checkpoint),
@@ -89,32 +90,44 @@ class Unsloth(Backend):
                 self.request = self.model.load_lora(str(adapter))
         FastLanguageModel.for_inference(self.model)
 
+    def prepare(self, running: int) -> None:
+        self.running = running
+
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
-        """Generate for all prompts at once; see Backend.generate. With fast_inference vLLM's own seed applies."""
+        """Generate as many sequences at once as may run, batch by batch; see Backend.generate.
+
+        A batch runs to the longest of its lengths, and every row is cut to its own. With fast_inference vLLM's own seed
+        applies.
+        """
+        import torch
+
         common.check_request(self.spec, prompts, new_tokens)
-        if not prompts:
-            return Generation([])
-        if self.fast:
-            rows = self._with_vllm(prompts, sampling, new_tokens, ignore_eos)
-        else:
-            rows = self._with_kernels(prompts, sampling, new_tokens, ignore_eos, seed)
-        return Generation(common.finish(rows, self.eos, new_tokens, ignore_eos))
+        torch.manual_seed(seed)
+        run = self._with_vllm if self.fast else self._with_kernels
+        rows: list[list[int]] = []
+        for part, lengths in common.static_batches(prompts, new_tokens, samples, self.running):
+            rows += common.finish(run(part, sampling, lengths, ignore_eos), self.eos, lengths, ignore_eos)
+        return Generation(rows)
 
     def _with_kernels(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: list[int], ignore_eos: bool
     ) -> list[list[int]]:
-        import torch
         from transformers import GenerationConfig
 
         ids, mask = common.left_padded(prompts, self.spec.device)
-        torch.manual_seed(seed)
         out = self.model.generate(
             input_ids=ids,
             attention_mask=mask,
             generation_config=GenerationConfig(
-                max_new_tokens=new_tokens,
+                max_new_tokens=max(new_tokens),
                 eos_token_id=None if ignore_eos or not self.eos else self.eos,
                 **common.sampling_arguments(sampling),
             ),
@@ -124,7 +137,7 @@ class Unsloth(Backend):
         return out[:, ids.shape[1] :].tolist()
 
     def _with_vllm(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool
+        self, prompts: list[list[int]], sampling: Sampling, new_tokens: list[int], ignore_eos: bool
     ) -> list[list[int]]:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
@@ -133,7 +146,7 @@ class Unsloth(Backend):
 
         outputs = self.model.fast_generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-            SamplingParams(**sampling_arguments(sampling, new_tokens, ignore_eos, self.eos)),
+            [SamplingParams(**sampling_arguments(sampling, new, ignore_eos, self.eos)) for new in new_tokens],
             lora_request=self.request,
             use_tqdm=False,
         )

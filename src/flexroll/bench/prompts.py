@@ -8,15 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flexroll.bench.chat import ChatTemplate, Messages
 from flexroll.bench.checkpoint import read_config
 from flexroll.bench.console import say
 from flexroll.bench.hub import check_sha256, fetch_dataset_file
 from flexroll.bench.task import read_input
+from flexroll.chat import Messages
 from flexroll.errors import FlexrollError
 from flexroll.provenance import hash_json
 from flexroll.schema.config import Config
+from flexroll.schema.lengths import longest
 from flexroll.schema.records import write_json
+from flexroll.tokenizer import Tokenizer
 
 
 def prepare_prompts(config: Config, model_json: Path, out: Path, root: Path) -> None:
@@ -31,13 +33,13 @@ def prepare_prompts(config: Config, model_json: Path, out: Path, root: Path) -> 
     model = read_input(model_json, "model", ("path", "files"))
     folder = root / model["path"]
     needed = needed_prompts(config)
-    longest = longest_prompt(config)
+    limit = longest_prompt(config)
     if config.prompts.source == "random":
-        prompts, left_out, duplicates = _random(config, folder, needed, longest), 0, 0
+        prompts, left_out, duplicates = _random(config, folder, needed, limit), 0, 0
         source = f"random tokens, seed {config.prompts.seed}"
     else:
         path, source = _file(config, root)
-        prompts, left_out, duplicates = _from_file(config, path, folder, needed, longest)
+        prompts, left_out, duplicates = _from_file(config, path, folder, needed, limit)
     data = {
         "sha256": hash_json([p["ids"] for p in prompts]),
         "left_out": left_out,
@@ -46,7 +48,7 @@ def prepare_prompts(config: Config, model_json: Path, out: Path, root: Path) -> 
         "prompts": prompts,
     }
     write_json(out, json.dumps(data, ensure_ascii=False, indent=1) + "\n")
-    say(f"{len(prompts)} prompts, {left_out} left out as longer than {longest} tokens, {duplicates} repeated")
+    say(f"{len(prompts)} prompts, {left_out} left out as longer than {limit} tokens, {duplicates} repeated")
 
 
 def needed_prompts(config: Config) -> int:
@@ -54,57 +56,51 @@ def needed_prompts(config: Config) -> int:
     needed = config.prompts.count
     for experiment in config.experiments.values():
         batches = [*experiment.batches, *(b for use in experiment.backends for b in use.batches or [])]
-        needed = max(needed, *batches, experiment.warmup_prompts or 1)
+        needed = max(needed, max(batches) // experiment.samples, experiment.warmup_prompts or 1)
     return needed
 
 
 def longest_prompt(config: Config) -> int:
     """Tokens a prompt may have so that every experiment's new tokens still fit max_model_len."""
-    longest = min(
-        config.prompts.max_tokens, config.max_model_len - max(e.new_tokens for e in config.experiments.values())
-    )
-    if longest < 1:
+    room = {name: config.length_of(e) - longest(e.new_tokens) for name, e in config.experiments.items()}
+    name = min(room, key=lambda name: room[name])
+    if room[name] < 1:
+        held = config.length_of(config.experiments[name])
         raise FlexrollError(
-            f"max_model_len {config.max_model_len} leaves no room for a prompt beside new_tokens; raise it"
+            f"experiments.{name}: max_model_len {held} leaves no room for a prompt beside new_tokens; raise it"
         )
-    return longest
+    return min(config.prompts.max_tokens, room[name])
 
 
 def _from_file(
-    config: Config, path: Path, folder: Path, needed: int, longest: int
+    config: Config, path: Path, folder: Path, needed: int, limit: int
 ) -> tuple[list[dict[str, Any]], int, int]:
-    tokenizer_file = folder / "tokenizer.json"
-    if not tokenizer_file.exists():
-        raise FlexrollError(f"{tokenizer_file}: missing; without a tokenizer only prompts.source: random works")
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises bare Exception
-        raise FlexrollError(f"{tokenizer_file}: cannot be read ({error}); fetch it again") from None
-    chat = ChatTemplate(folder) if config.prompts.format == "chat" else None
+    if not (folder / "tokenizer.json").exists():
+        raise FlexrollError(f"{folder / 'tokenizer.json'}: missing; without one only prompts.source: random works")
+    tokenizer = Tokenizer(folder)
+    template = tokenizer.template if config.prompts.format == "chat" else None
     prompts: list[dict[str, Any]] = []
     seen: set[str] = set()
     left_out = duplicates = 0
     for index, row in enumerate(_rows(path, config.prompts.field)):
         messages = _messages(row, config.prompts.field, path, index)
-        text = chat.render(messages) if chat else "\n\n".join(m["content"] for m in messages)
+        text = template.render(messages) if template else "\n\n".join(m["content"] for m in messages)
         if text in seen:
             duplicates += 1
             continue
         seen.add(text)
         # A template writes its own special tokens; plain text gets those the tokenizer adds (a BOS, for Llama).
-        ids = tokenizer.encode(text, add_special_tokens=chat is None).ids
+        ids = tokenizer.encode(text, special=template is None)
         if not ids:
             raise FlexrollError(f"{path}: prompt {index} is empty; every prompt needs text")
-        if len(ids) > longest:
+        if len(ids) > limit:
             left_out += 1
             continue
         prompts.append({"text": text, "ids": ids})
         if len(prompts) == needed:
             return prompts, left_out, duplicates
     raise FlexrollError(
-        f"{path}: {len(prompts)} usable prompts ({left_out} longer than {longest} tokens, "
+        f"{path}: {len(prompts)} usable prompts ({left_out} longer than {limit} tokens, "
         f"{duplicates} repeated), the run needs {needed}; "
         "lower prompts.count and batches, or raise prompts.max_tokens"
     )
@@ -182,10 +178,10 @@ def _parquet(path: Path, field: str) -> Iterator[Any]:
         raise FlexrollError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:120]})") from None
 
 
-def _random(config: Config, folder: Path, needed: int, longest: int) -> list[dict[str, Any]]:
+def _random(config: Config, folder: Path, needed: int, limit: int) -> list[dict[str, Any]]:
     low, high = config.prompts.lengths
-    if high > longest:
-        raise FlexrollError(f"prompts.lengths: {high} is too long, {longest} tokens fit beside the new ones; lower it")
+    if high > limit:
+        raise FlexrollError(f"prompts.lengths: {high} is too long, {limit} tokens fit beside the new ones; lower it")
     vocab = read_config(folder).get("vocab_size")
     if not isinstance(vocab, int):
         raise FlexrollError(f"{folder / 'config.json'}: no vocab_size in it, needed for random prompts")

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flexroll.bench.checkpoint import read_config, sha256_file
 from flexroll.errors import FlexrollError
+from flexroll.schema.architecture import tensors
 
 SHARD_BYTES = 4_000_000_000
 STD = 0.02
-FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 STAMP = "flexroll-random.json"
 
 
@@ -81,42 +80,6 @@ def write_random(source: Path, folder: Path, dtype: str, seed: int) -> None:
     (folder / "config.json").write_text(json.dumps(written, indent=1) + "\n")
     done.write_text(json.dumps(stamp) + "\n")
     (folder / "flexroll-random.part").unlink()
-
-
-def tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a checkpoint with this config. Raises FlexrollError for an unknown family."""
-    family = config["model_type"]
-    if family not in FAMILIES:
-        raise FlexrollError(f"random weights: model_type '{family}' is not known; known: {', '.join(FAMILIES)}")
-    try:
-        hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-        layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
-    except KeyError as error:
-        raise FlexrollError(f"random weights: config.json lacks {error.args[0]}") from None
-    kv_heads = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    qkv_bias = config.get("attention_bias", family == "qwen2")
-    yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", (hidden,)
-        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (rows * head_dim, hidden)
-            if qkv_bias:
-                yield f"{prefix}.self_attn.{name}_proj.bias", (rows * head_dim,)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads * head_dim)
-        if qkv_bias and family != "qwen2":
-            yield f"{prefix}.self_attn.o_proj.bias", (hidden,)
-        if family == "qwen3":
-            yield f"{prefix}.self_attn.q_norm.weight", (head_dim,)
-            yield f"{prefix}.self_attn.k_norm.weight", (head_dim,)
-        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
-        yield f"{prefix}.mlp.gate_proj.weight", (ffn, hidden)
-        yield f"{prefix}.mlp.up_proj.weight", (ffn, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, ffn)
-    yield "model.norm.weight", (hidden,)
-    if not config.get("tie_word_embeddings", False):
-        yield "lm_head.weight", (vocab, hidden)
 
 
 def _is_ours(folder: Path) -> bool:

@@ -37,6 +37,7 @@ class CellResult:
     samples: list[Sample] = field(default_factory=list)
     prompt_tokens: int = 0
     start_s: float | None = None
+    start_parts: dict[str, float] = field(default_factory=dict)
 
 
 class Supervisor:
@@ -139,6 +140,7 @@ class Supervisor:
             self.result.reason = event.get("reason", "")
             self.result.prompt_tokens = event["prompt_tokens"]
             self.result.memory = Memory.model_validate(event.get("memory") or {})
+            self.result.start_parts = event.get("start_parts", {})
             self.result.samples = [Sample.model_validate(s) for s in event.get("samples", [])]
             self._done(self.current, self.result)
             return BETWEEN_S if self.left else CLOSE_S

@@ -24,7 +24,7 @@ from typing import Any
 
 from flexroll.backends.base import Backend, EngineSpec
 from flexroll.bench.coherence import judge
-from flexroll.bench.memory import MemoryWatch
+from flexroll.bench.memory import MemoryWatch, device_in_use
 from flexroll.bench.task import Task, read_prompts
 from flexroll.errors import FlexrollError, one_line
 from flexroll.schema.cells import Cell
@@ -60,6 +60,7 @@ class Events:
 def run(task: Task, events: Events) -> int:
     spec = EngineSpec(**{**task.spec, **{k: _path(task.spec[k]) for k in ("model", "adapter", "merged")}})
     prompts = [p["ids"] for p in read_prompts(task.prompts)["prompts"]]
+    before = device_in_use(spec.device)
     begun = time.perf_counter()
     try:
         backend_class = load_backend(task.backend)
@@ -76,7 +77,7 @@ def run(task: Task, events: Events) -> int:
     try:
         for index, cell in enumerate(task.cells):
             events.send("cell", index=index)
-            if not run_cell(task.mode, backend, spec, cell, prompts, events):
+            if not run_cell(task.mode, backend, spec, cell, prompts, events, before):
                 return 4
         events.send("finished")
         return 0
@@ -85,30 +86,40 @@ def run(task: Task, events: Events) -> int:
 
 
 def run_cell(
-    mode: str, backend: Backend, spec: EngineSpec, cell: Cell, prompts: list[list[int]], events: Events
+    mode: str,
+    backend: Backend,
+    spec: EngineSpec,
+    cell: Cell,
+    prompts: list[list[int]],
+    events: Events,
+    before: int | None,
 ) -> bool:
-    """Run one cell; False where the engine cannot be trusted with another."""
+    """Run one cell; False where the engine cannot be trusted with another.
+
+    before: bytes in use on the device before the engine started.
+    """
     gc.collect()
-    batch = prompts[: cell.batch]
-    watch = MemoryWatch(spec.device, backend.child_pids)
+    batch = prompts[: cell.prompts]
+    watch = MemoryWatch(spec.device, backend.child_pids, before)
     tokens: list[list[int]] = []
     try:
         with watch:
-            backend.prepare(cell.batch)
+            backend.prepare(cell.running)
             if mode == "warmup":
-                _round(backend, cell, prompts[: cell.warmup_prompts], 0, True, min(cell.new_tokens, WARMUP_TOKENS))
-                _round(backend, cell, batch, 1, True, min(cell.new_tokens, WARMUP_TOKENS))
+                _round(backend, cell, prompts[: cell.warmup_prompts], 0, True, WARMUP_TOKENS)
+                _round(backend, cell, batch, 1, True, WARMUP_TOKENS)
             else:
                 for index in range(cell.warmup_rounds + cell.rounds):
                     warm = index < cell.warmup_rounds
                     chosen = prompts[: cell.warmup_prompts] if warm else batch
-                    done, tokens = _round(backend, cell, chosen, index, warm, cell.new_tokens)
+                    done, tokens = _round(backend, cell, chosen, index, warm)
                     events.send("round", round=done.model_dump())
-        samples = _samples(spec.model, batch, tokens) if mode == "bench" else []
+        samples = _samples(spec.model, batch, tokens[:: cell.samples]) if mode == "bench" else []
         events.send(
             "cell_done",
             memory=watch.result(backend.memory()).model_dump(),
             samples=[s.model_dump() for s in samples],
+            start_parts=backend.start_parts(),
             prompt_tokens=sum(map(len, batch)),
         )
         return True
@@ -121,22 +132,27 @@ def run_cell(
 
 
 def _round(
-    backend: Backend, cell: Cell, prompts: list[list[int]], index: int, warmup: bool, new_tokens: int
+    backend: Backend, cell: Cell, prompts: list[list[int]], index: int, warmup: bool, most: int | None = None
 ) -> tuple[Round, list[list[int]]]:
-    """One timed rollout. More prompts than the cell's batch (a large warm-up) go in slices of the batch."""
+    """One timed rollout. More prompts than the cell's (a large warm-up) go in slices of them. most: cuts lengths."""
     tokens: list[list[int]] = []
     wall = 0.0
     prefill: float | None = 0.0
     decode: float | None = 0.0
-    for first in range(0, len(prompts), cell.batch):
-        part = prompts[first : first + cell.batch]
+    decoded = 0
+    lengths = [min(length, most or length) for length in cell.lengths(len(prompts))]
+    backend.forget()
+    for first in range(0, len(prompts), cell.prompts):
+        part, new = prompts[first : first + cell.prompts], lengths[first : first + cell.prompts]
         begun = time.perf_counter()
-        result = backend.generate(part, cell.sampling_values, new_tokens, cell.ignore_eos, cell.seed)
+        result = backend.generate(part, cell.sampling_values, new, cell.ignore_eos, cell.seed, cell.samples)
         wall += time.perf_counter() - begun
-        check_counts(result.tokens, len(part), new_tokens, cell.ignore_eos)
+        check_counts(result.tokens, new, cell.samples, cell.ignore_eos)
         tokens += result.tokens
         prefill = None if prefill is None or result.prefill_s is None else prefill + result.prefill_s
         decode = None if decode is None or result.decode_s is None else decode + result.decode_s
+        later = sum(map(len, result.tokens)) - len(result.tokens)
+        decoded += later if result.decode_tokens is None else result.decode_tokens
     total = sum(map(len, tokens))
     done = Round(
         index=index,
@@ -144,21 +160,23 @@ def _round(
         wall_s=wall,
         prefill_s=prefill,
         decode_s=decode,
-        decode_tokens=None if decode is None else total - len(tokens),
+        decode_tokens=None if decode is None else decoded,
         warmup=warmup,
         tokens_sha256=hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
     )
     return done, tokens
 
 
-def check_counts(tokens: list[list[int]], prompts: int, new_tokens: int, exact: bool) -> None:
-    """Raises FlexrollError unless every prompt has its completion, of the right length."""
-    if len(tokens) != prompts:
-        raise FlexrollError(f"wrong count: {len(tokens)} completions for {prompts} prompts")
+def check_counts(tokens: list[list[int]], new_tokens: list[int], samples: int, exact: bool) -> None:
+    """Raises FlexrollError unless every sample of every prompt has its completion, of the prompt's length."""
+    if len(tokens) != len(new_tokens) * samples:
+        each = f" of {samples} samples" if samples > 1 else ""
+        raise FlexrollError(f"wrong count: {len(tokens)} completions for {len(new_tokens)} prompts{each}")
     for index, ids in enumerate(tokens):
-        if len(ids) > new_tokens or (exact and len(ids) != new_tokens) or not ids:
-            asked = f"{new_tokens}" if exact else f"1 to {new_tokens}"
-            raise FlexrollError(f"wrong count: prompt {index} got {len(ids)} tokens, asked for {asked}")
+        new = new_tokens[index // samples]
+        if len(ids) > new or (exact and len(ids) != new) or not ids:
+            asked = f"{new}" if exact else f"1 to {new}"
+            raise FlexrollError(f"wrong count: prompt {index // samples} got {len(ids)} tokens, asked for {asked}")
 
 
 def load_backend(reference: str) -> type[Backend]:

@@ -36,7 +36,7 @@ def summary(analysis: Analysis) -> list[str]:
 def _fastest(analysis: Analysis) -> list[str]:
     """flex at its largest batch that vLLM also ran, against every form of vLLM; else the fastest flex result."""
     found: list[str] = []
-    for section in ("batch_sweep", "grpo"):
+    for section in ("batch_sweep", "grpo", "group", "uneven"):
         flex = [r for r in analysis.results if r.section == section and r.backend == "flex" and r.status == "ok"]
         paired = [r for r in flex if references(r, analysis)]
         if paired:
@@ -131,7 +131,10 @@ def workload_table(config: dict[str, Any], results: list[Result]) -> Table:
                 "Experiment": f"`{name}`: {cell(e['title'])}",
                 "Section": text.SECTIONS[e["section"]],
                 "Batches": ", ".join(map(str, sorted({r.batch for r in own}) or e["batches"])),
-                "New tokens": str(e["new_tokens"]),
+                "Samples a prompt": str(e["samples"]),
+                "At once": str(e["slots"] or "the batch"),
+                "New tokens": new_tokens(e["new_tokens"]),
+                "Longest sequence": str(e["max_model_len"] or config["max_model_len"]),
                 "EOS": "ignored" if e["ignore_eos"] else "stops",
                 "Sampling": ", ".join(sorted({r.sampling for r in own}) or [e["sampling"]]),
                 "Warm-up prompts": str(e["warmup_prompts"] or "the batch"),
@@ -139,7 +142,24 @@ def workload_table(config: dict[str, Any], results: list[Result]) -> Table:
                 "With a result": f"{sum(r.status == 'ok' for r in own)} of {len(own)}",
             }
         )
-    return Table(rows, frozenset({"Experiment", "Section", "Batches", "EOS", "Sampling"}))
+    table = Table(rows, frozenset({"Experiment", "Section", "Batches", "EOS", "Sampling"}))
+    return table.without_constant("Samples a prompt", "At once", "Longest sequence")
+
+
+def new_tokens(value: int | dict[str, int]) -> str:
+    """New tokens of a sequence as the config gives them: a number, or a range and its seed."""
+    if isinstance(value, dict):
+        return f"{value['min']}–{value['max']}, log-uniform, seed {value['seed']}"
+    return str(value)
+
+
+def remarks(cells: list[CellRow]) -> list[str]:
+    """What must be known about how backends did the work: each remark once, with the forms it is about."""
+    found: dict[str, list[str]] = {}
+    for c in cells:
+        for part in filter(None, c.remark.split("; ")):
+            found.setdefault(part, []).append(text.series_label(c.backend, c.adapter))
+    return [f"{text.listed(dict.fromkeys(labels))}: {part}" for part, labels in found.items()]
 
 
 def sampling_lines(config: dict[str, Any]) -> list[str]:

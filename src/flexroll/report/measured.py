@@ -61,7 +61,7 @@ def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -
         against, known = reference(r, analysis), published(r, analysis)
         rows.append(
             {
-                "Batch": str(r.batch),
+                "Batch": batch(r),
                 "Backend": text.series_label(r.backend, r.adapter),
                 "Option": cell(r.option),
                 "Sampling": r.sampling,
@@ -82,6 +82,14 @@ def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -
         )
     table = Table(rows, frozenset({"Backend", "Option", "Sampling", "Stack", "Raw"}))
     return table.without_empty().without_constant("Option", "Sampling", "Stack")
+
+
+def batch(result: Result) -> str:
+    """`64`, `64 (8 × 8)` with several samples a prompt, `200 (64 at once)` with fewer slots than sequences."""
+    shape = f"{result.batch // result.samples} × {result.samples}" if result.samples > 1 else ""
+    waiting = f"{result.slots} at once" if result.slots and result.slots < result.batch else ""
+    inside = ", ".join(filter(None, (shape, waiting)))
+    return f"{result.batch} ({inside})" if inside else str(result.batch)
 
 
 def published(result: Result, analysis: Analysis) -> Published | None:

@@ -11,13 +11,14 @@ from typing import Any
 from flexroll.analysis.model import Analysis, Result, VerdictRow
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError
-from flexroll.report import drift, facts, measured, samples, text
+from flexroll.report import drift, facts, measured, memory, samples, text
 from flexroll.report.figures import draw_all
 from flexroll.report.text import Table
 from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
 
 TEMPLATE = "results.md.j2"
+SWEEPS = ("batch_sweep", "grpo", "group", "uneven", "broke")
 
 
 def render(config: Config, results_dir: Path, template_dir: Path) -> Path:
@@ -77,7 +78,13 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "samplings": facts.sampling_lines(analysis.config),
         "prompt_hashes": sorted({c.prompts_sha256 for c in analysis.cells if c.prompts_sha256}),
         "best": measured.best_configs(analysis),
-        "sweeps": {name: _tables(name, analysis, existing) for name in ("batch_sweep", "grpo", "broke")},
+        "sweeps": {name: _tables(name, analysis, existing) for name in SWEEPS},
+        "memory": [
+            (name, analysis.config["experiments"][name]["title"], memory.table(own, existing))
+            for name in memory.experiments(analysis)
+            if (own := [r for r in analysis.results if r.experiment == name])
+        ],
+        "remarks": facts.remarks(analysis.cells),
         "options": measured.options_table(analysis, existing),
         "options_asked": any(r.section == "options" for r in analysis.results),
         "broken": facts.broken_table(analysis.cells, existing),

@@ -12,6 +12,9 @@ ADAPTERS = {"none": "", "merged": "LoRA merged", "unmerged": "LoRA unmerged", "r
 SECTIONS = {
     "batch_sweep": "batch sweep",
     "grpo": "GRPO workload with LoRA",
+    "group": "group sampling",
+    "uneven": "uneven lengths",
+    "memory": "memory",
     "options": "options",
     "broke": "what broke",
     "torch_versions": "torch versions",

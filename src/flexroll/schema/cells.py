@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import product
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flexroll.schema.config import AdapterMode, BackendName, Config, Sampling, Section
+from flexroll.schema.catalogue import BACKENDS
+from flexroll.schema.config import AdapterMode, BackendName, Config, Experiment, Sampling, Section
+from flexroll.schema.lengths import Lengths, lengths
 
 
 class Cell(BaseModel):
-    """One measurement of the matrix, complete: a record needs nothing else to say what was asked for."""
+    """One measurement of the matrix, complete: a record needs nothing else to say what was asked for.
+
+    batch: sequences of a round, prompts times samples. slots: how many of them run at once; None: all. variant: what
+    sets its engine apart from others of the same option, a part of the job's name.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,18 +39,52 @@ class Cell(BaseModel):
     session: int
     model: str
     dtype: str
-    new_tokens: int
+    new_tokens: int | Lengths
     ignore_eos: bool
+    samples: int = 1
+    slots: int | None = None
     max_model_len: int
     rounds: int
     warmup_rounds: int
     warmup_prompts: int
     seed: int
+    weights: Literal["written", "drawn"] = "written"
+    variant: str = ""
+
+    @property
+    def prompts(self) -> int:
+        """Prompts of a round."""
+        return self.batch // self.samples
+
+    @property
+    def running(self) -> int:
+        """Sequences that run at once."""
+        return min(self.slots or self.batch, self.batch)
+
+    def lengths(self, prompts: int) -> list[int]:
+        """New tokens of each of the first `prompts` prompts; all samples of a prompt have its length."""
+        return lengths(self.new_tokens, prompts)
+
+    @property
+    def engine_adapter(self) -> AdapterMode:
+        """The adapter mode of the engine that runs it.
+
+        Merging changes values and no shape, so where weights are drawn a backend that reads merged weights from files
+        runs the base's: it has none to read, and any values do for speed.
+        """
+        unread = self.weights == "drawn" and self.adapter == "merged" and self.backend != "flex"
+        return "none" if unread else self.adapter
+
+    @property
+    def dummy(self) -> bool:
+        """Whether the engine draws its weights instead of reading them."""
+        return self.weights == "drawn" or self.option_values.get("load_format") == "dummy"
 
     @property
     def job(self) -> str:
         """Name of the job that measures this cell: the engine configuration and the session."""
-        return f"{self.stack}-{self.backend}-{self.adapter}-{self.option}-s{self.session}"
+        variant = f"-{self.variant}" if self.variant else ""
+        return f"{self.stack}-{self.backend}-{self.engine_adapter}-{self.option}{variant}-s{self.session}"
 
     @property
     def engine(self) -> str:
@@ -53,7 +94,8 @@ class Cell(BaseModel):
     @property
     def file(self) -> str:
         """File name of the record inside the job's folder."""
-        return f"{self.experiment}-{self.sampling}-b{self.batch}.json"
+        adapter = "" if self.adapter == self.engine_adapter else f"{self.adapter}-"
+        return f"{self.experiment}-{adapter}{self.sampling}-b{self.batch}.json"
 
     @property
     def path(self) -> str:
@@ -79,7 +121,7 @@ class Job(BaseModel):
 
     @property
     def adapter(self) -> str:
-        return self.cells[0].adapter
+        return self.cells[0].engine_adapter
 
     @property
     def session(self) -> int:
@@ -124,14 +166,42 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
                     dtype=config.model.dtype,
                     new_tokens=experiment.new_tokens,
                     ignore_eos=experiment.ignore_eos,
-                    max_model_len=config.max_model_len,
+                    samples=experiment.samples,
+                    slots=experiment.slots,
+                    max_model_len=config.length_of(experiment),
                     rounds=experiment.rounds or config.repeats.rounds,
                     warmup_rounds=config.repeats.warmup_rounds,
-                    warmup_prompts=experiment.warmup_prompts or batch,
+                    warmup_prompts=experiment.warmup_prompts or batch // experiment.samples,
                     seed=config.seed,
+                    weights=config.model.weights,
+                    variant=_variant(experiment, use.backend),
                 )
                 cells.setdefault(cell.path, cell)
     return list(cells.values())
+
+
+def _variant(experiment: Experiment, backend: str) -> str:
+    """An engine of its own for a max_model_len of its own, and for slots where the engine cannot change them."""
+    parts = [f"len{experiment.max_model_len}"] if experiment.max_model_len else []
+    if experiment.slots and not BACKENDS[backend].resizes:
+        parts.append(f"slots{experiment.slots}")
+    return "-".join(parts)
+
+
+def remark(cell: Cell) -> str:
+    """What a reader must know about how this backend did the cell's work, or ''."""
+    remarks = []
+    if cell.dummy:
+        remarks.append("weights drawn on the device, not read: the text is noise")
+    if cell.adapter != cell.engine_adapter:
+        remarks.append("the base's weights in place of merged ones: other values, the same shapes and the same work")
+    if cell.samples > 1 and cell.backend.startswith(("transformers", "unsloth")):
+        remarks.append("a prompt is computed once a sample")
+    if isinstance(cell.new_tokens, Lengths) and BACKENDS[cell.backend].static_batch:
+        remarks.append("every sequence runs to the longest of its batch and is cut, and only what was asked for counts")
+    if cell.running < cell.batch and BACKENDS[cell.backend].static_batch:
+        remarks.append(f"batches of {cell.running}, each begun when the one before has ended")
+    return "; ".join(remarks)
 
 
 def jobs(cells: Iterable[Cell]) -> list[Job]:

@@ -13,9 +13,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from flexroll.errors import FlexrollError
+from flexroll.schema.base import Strict
 from flexroll.schema.config import Section
 from flexroll.schema.load import read_yaml
 
@@ -27,12 +28,6 @@ CellFact = Literal["coherent", "fails"]
 Unit = Literal["tok/s", "GB", "ms", "x", "%", ""]
 VERDICTS = ("reproduced", "within noise", "not reproduced", "contradicted by its own source", "not run")
 Verdict = Literal["reproduced", "within noise", "not reproduced", "contradicted by its own source", "not run"]
-
-
-class Strict(BaseModel):
-    """Unknown keys are errors, instances are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -191,7 +186,7 @@ class ClaimsFile(Strict):
     gpu: str
     model: str
     sources: dict[Literal[1, 2], Source]
-    published: list[Published] = []
+    published: list[Published] = Field(default_factory=list)
     claims: list[Claim] = Field(min_length=1)
 
     @model_validator(mode="after")

@@ -9,27 +9,25 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from flexroll.schema.base import Strict
 from flexroll.schema.catalogue import BACKENDS, LORA_TARGETS
+from flexroll.schema.lengths import Lengths, NewTokens, longest
 from flexroll.schema.names import NAME, known
+from flexroll.schema.options import Option
 
 BackendName = Literal["flex", "transformers_generate", "transformers_cb", "vllm", "unsloth"]
 AdapterMode = Literal["none", "merged", "unmerged", "request"]
-Section = Literal["batch_sweep", "grpo", "options", "broke", "torch_versions"]
-
-
-class Strict(BaseModel):
-    """Base of every model here: unknown keys are errors, instances are immutable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+Section = Literal["batch_sweep", "grpo", "group", "uneven", "memory", "options", "broke", "torch_versions"]
 
 
 class Model(Strict):
     """The checkpoint under test.
 
     source: hub (repo at a pinned revision), local (a folder of your own), random (weights drawn for a config.json;
-    for speed only, the text is noise).
+    for speed only, the text is noise). Random weights are written to files that every backend reads, or drawn: each
+    engine then fills its own tensors on the device, from config.json alone.
     """
 
     name: str = Field(pattern=NAME, description="Label in results and folder name under models/.")
@@ -38,10 +36,13 @@ class Model(Strict):
     revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="hub: commit, 40 hex digits.")
     path: Path | None = Field(None, description="local: checkpoint folder; random: folder or file of config.json.")
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    seed: int = Field(0, description="random: seed of the weights.")
+    weights: Literal["written", "drawn"] = Field("written", description="random: files, or drawn by each engine.")
+    seed: int = Field(0, description="random, written: seed of the weights.")
 
     @model_validator(mode="after")
     def _source_is_complete(self) -> Model:
+        if self.weights == "drawn" and self.source != "random":
+            raise ValueError(f"weights 'drawn' needs source 'random', not '{self.source}'")
         if self.source == "hub" and not (self.repo and self.revision):
             raise ValueError("model source 'hub' needs repo and revision (a pinned commit)")
         if self.source != "hub" and self.path is None:
@@ -107,55 +108,6 @@ class Sampling(Strict):
     min_p: float = Field(0.0, ge=0, le=1)
 
 
-class FlexOptions(Strict):
-    """Options of the flex engine. Kernel options are passed to flex_attention as they are."""
-
-    page_size: int = Field(64, description="Tokens a KV page; a power of two from 16 to 256.")
-    compile: bool = Field(True, description="False: eager flex_attention, the seed's first row.")
-    max_prefill_tokens: int = Field(2048, ge=64, description="Most prompt tokens one prefill step takes.")
-    decode_kernel_options: dict[str, bool | int | str] = Field(default_factory=dict)
-    prefill_kernel_options: dict[str, bool | int | str] = Field(default_factory=dict)
-
-    @field_validator("page_size")
-    @classmethod
-    def _power_of_two(cls, value: int) -> int:
-        if value not in (16, 32, 64, 128, 256):
-            raise ValueError("page_size must be 16, 32, 64, 128 or 256")
-        return value
-
-
-class TransformersCbOptions(Strict):
-    attention: Literal["paged|sdpa", "paged|eager"] = "paged|sdpa"
-    block_size: int = Field(32, ge=1)
-
-
-class VllmOptions(Strict):
-    gpu_memory_utilization: float = Field(0.8, gt=0, le=1)
-    enforce_eager: bool = False
-    enable_prefix_caching: bool = False
-    cpu_kv_gib: int = Field(1, ge=1, description="KV cache on a machine without a GPU, GiB.")
-
-
-class UnslothOptions(Strict):
-    fast_inference: bool = False
-    load_in_4bit: bool = False
-
-
-class Option(Strict):
-    """A named set of engine options. A backend reads its own part; the others are the backends' defaults."""
-
-    note: str = ""
-    flex: FlexOptions = FlexOptions()
-    transformers_cb: TransformersCbOptions = TransformersCbOptions()
-    vllm: VllmOptions = VllmOptions()
-    unsloth: UnslothOptions = UnslothOptions()
-
-    def for_backend(self, backend: str) -> dict[str, Any]:
-        """The option's values as the backend reads them; {} for a backend without options."""
-        part = getattr(self, backend, None)
-        return part.model_dump() if isinstance(part, BaseModel) else {}
-
-
 class BackendUse(Strict):
     """One line of an experiment: a backend in one or more forms.
 
@@ -183,16 +135,32 @@ class Experiment(Strict):
 
     title: str
     section: Section
-    batches: list[PositiveInt] = Field(min_length=1)
-    new_tokens: int = Field(
-        512, ge=1, description="Tokens generated a prompt; EOS is ignored unless ignore_eos is false."
+    batches: list[PositiveInt] = Field(min_length=1, description="Sequences of a round: prompts times samples.")
+    new_tokens: NewTokens = Field(
+        512,
+        description="Tokens generated a sequence, or {min, max, seed}: a length a prompt. EOS is ignored unless "
+        "ignore_eos is false.",
     )
     ignore_eos: bool = True
+    samples: int = Field(1, ge=1, description="Sequences a prompt; every batch is a multiple of it.")
+    slots: int | None = Field(None, ge=1, description="Sequences that run at once, the rest wait; default: the batch.")
+    max_model_len: int | None = Field(None, ge=16, description="Overrides the run's max_model_len.")
     sampling: str = "greedy"
-    warmup_prompts: int | None = Field(None, ge=1, description="Prompts of the warm-up round; default: the batch.")
+    warmup_prompts: int | None = Field(
+        None, ge=1, description="Prompts of the warm-up round; default: those of the batch."
+    )
     rounds: int | None = Field(None, ge=1, description="Overrides repeats.rounds.")
     stacks: list[str] = Field(min_length=1)
     backends: list[BackendUse] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _workload_fits(self) -> Experiment:
+        for batch in (b for use in self.backends for b in use.batches or self.batches):
+            if batch % self.samples:
+                raise ValueError(f"batch {batch} is not a multiple of samples {self.samples}")
+        if isinstance(self.new_tokens, Lengths) and not self.ignore_eos:
+            raise ValueError("new_tokens drawn from a range needs ignore_eos, or lengths would not be as drawn")
+        return self
 
 
 class Repeats(Strict):
@@ -207,11 +175,12 @@ class Limits(Strict):
 
 
 class Drift(Strict):
-    """Refresh cycles of `flexroll drift`. noise_std: of the noise on A and B that stands in for an optimiser step."""
+    """Refresh cycles of `flexroll drift`. noise_std: of the noise on A and B that stands in for an optimiser step.
+    stacks: where it runs; [] leaves it out."""
 
     cycles: int = Field(10, ge=1)
     noise_std: float = Field(1e-3, gt=0)
-    stacks: list[str] = Field(min_length=1)
+    stacks: list[str]
 
 
 class Requires(Strict):
@@ -254,16 +223,29 @@ class Config(Strict):
                 for name in use.options:
                     if name != "default":
                         known(name, self.options, "option", where)
-                known(use.sampling or experiment.sampling, self.samplings, "sampling", where)
-                for batch in use.batches or experiment.batches:
-                    if batch > self.prompts.count:
-                        raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {batch}")
-            if self.prompts.source != "random" and experiment.new_tokens >= self.max_model_len:
-                raise ValueError(
-                    f"{where}: new_tokens {experiment.new_tokens} leaves no room for a prompt in "
-                    f"max_model_len {self.max_model_len}"
-                )
+                self._check_use(experiment, use, where)
+            room, needed = self.length_of(experiment), longest(experiment.new_tokens)
+            if self.prompts.source != "random" and needed >= room:
+                raise ValueError(f"{where}: new_tokens {needed} leaves no room for a prompt in max_model_len {room}")
+        if self.model.weights == "drawn" and self.drift.stacks:
+            raise ValueError("drift: there is no base to verify where weights are drawn; set drift.stacks: []")
         return self
+
+    def _check_use(self, experiment: Experiment, use: BackendUse, where: str) -> None:
+        sampling = use.sampling or experiment.sampling
+        known(sampling, self.samplings, "sampling", where)
+        if experiment.samples > 1 and self.samplings[sampling].temperature == 0:
+            raise ValueError(f"{where}: {experiment.samples} samples of a prompt are all alike with '{sampling}'")
+        if self.model.weights == "drawn" and not BACKENDS[use.backend].draws:
+            raise ValueError(f"{where}: backend '{use.backend}' cannot draw weights; set model.weights: written")
+        for batch in use.batches or experiment.batches:
+            prompts = batch // experiment.samples
+            if prompts > self.prompts.count:
+                raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {prompts}")
+
+    def length_of(self, experiment: Experiment) -> int:
+        """max_model_len of an experiment."""
+        return experiment.max_model_len or self.max_model_len
 
     def option(self, name: str) -> Option:
         return self.options.get(name, Option())

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.config import Config
+from flexroll.schema.lengths import TAGS
 from flexroll.schema.names import suggest
 
 
@@ -61,17 +62,21 @@ def check_stacks(config: Config, root: Path, where: str = "config") -> None:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first problem of a ValidationError as `key.path: what is wrong; what would be right`."""
-    first = error.errors()[0]
-    path = ".".join(str(part) for part in first["loc"])
+    """The first problem of a ValidationError as `key.path: what is wrong; what would be right`.
+
+    An unknown key comes first: it may be why another one is missing.
+    """
+    errors = error.errors()
+    first = next((e for e in errors if e["type"] == "extra_forbidden"), errors[0])
+    loc = tuple(part for part in first["loc"] if part not in TAGS)
+    path = ".".join(map(str, loc))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        siblings = _fields_at(first["loc"][:-1])
-        return f"unknown key '{path}'{suggest(str(first['loc'][-1]), siblings)}"
+        return f"unknown key '{path}'{suggest(str(loc[-1]), _fields_at(loc[:-1]))}"
     if first["type"] == "literal_error" and isinstance(first.get("input"), str):
         expected = str(first.get("ctx", {}).get("expected", ""))
         names = [part.strip(" '") for part in expected.replace(" or ", ", ").split(",")]
-        kind = str(first["loc"][-1])
+        kind = str(loc[-1])
         return f"{path}: unknown {kind} '{first['input']}'{suggest(first['input'], names)}"
     return f"{path}: {message}" if path else message
 

@@ -35,7 +35,7 @@ class Round(Base):
     prefill_s: float | None = None
     decode_s: float | None = None
     decode_tokens: int | None = Field(
-        None, description="Tokens of decode steps, the first token of each prompt left out."
+        None, description="Tokens of decode steps; where prefill steps sample, without each sequence's first token."
     )
     warmup: bool = False
     tokens_sha256: str = Field("", description="Hash of the token ids, to see whether rounds repeat.")
@@ -107,6 +107,7 @@ class Record(Base):
     cell: Cell
     status: Literal["ok", "failed", "skipped"]
     reason: str = ""
+    note: str = Field("", description="How this backend did the work, where that is not plain (see cells.remark).")
     rounds: list[Round] = []
     memory: Memory = Memory()
     environment: Environment | None = None
@@ -115,6 +116,10 @@ class Record(Base):
     prompts_sha256: str = ""
     prompt_tokens: int = Field(0, description="Tokens of the batch's prompts.")
     start_s: float | None = Field(None, description="Seconds to start the engine, shared by the job's cells.")
+    start_parts: dict[str, float] = Field(
+        default_factory=dict,
+        description="Seconds until the engine was ready for this cell: load, compile, capture; where it tells.",
+    )
     log: str = ""
 
     @property

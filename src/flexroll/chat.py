@@ -62,7 +62,7 @@ def _source(folder: Path, settings: dict[str, Any]) -> str:
     if isinstance(value, list):  # several named ones
         value = next((t.get("template") for t in value if t.get("name") == "default"), None)
     if not isinstance(value, str):
-        raise FlexrollError(f"{folder}: no chat template there; set prompts.format: text")
+        raise FlexrollError(f"{folder}: no chat template there; use plain text (prompts.format: text, or --raw)")
     return value
 
 

@@ -7,6 +7,12 @@ from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 SHAPE = {
     "vocab_size": 97,
@@ -72,6 +78,72 @@ def reference_greedy(
             )
         rows.append(out[0, len(prompt) :].tolist())
     return rows
+
+
+def reference_model(folder: Path) -> object:
+    """transformers' model in fp32, to be loaded once for many references."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+
+
+def reference_logprobs(
+    model: object,
+    prompt: list[int],
+    tokens: list[int],
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> tuple[list[float], list[float]]:
+    """(raw, processed) log probabilities of `tokens` after `prompt`: log_softmax of transformers' logits, before and
+    after its own warpers in its own order. Greedy (temperature 0) warps nothing."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    warped = logits
+    if temperature > 0:
+        warpers = [TemperatureLogitsWarper(temperature)]
+        warpers += [TopKLogitsWarper(top_k)] if top_k else []
+        warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+        warpers += [MinPLogitsWarper(min_p)] if min_p else []
+        for warper in warpers:
+            warped = warper(None, warped)
+    chosen = torch.tensor(tokens)[:, None]
+    raw, processed = (x.log_softmax(-1).gather(1, chosen)[:, 0].tolist() for x in (logits, warped))
+    return raw, processed
+
+
+def attend_by_lists(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    block_mask: object,
+    enable_gqa: bool,
+    kernel_options: dict[str, object] | None,
+) -> torch.Tensor:
+    """What compiled flex_attention computes, in plain torch: a block that is listed as full is seen as a whole, one in
+    the partial list as the mask function says, any other not at all. Far quicker than the eager function, which asks
+    the mask function alone and says nothing about the lists.
+
+    A block listed twice is an error, for a kernel would count its keys twice.
+    """
+    batch, _, n_queries, _ = q.shape
+    rows, size = block_mask.BLOCK_SIZE
+    b, h, m, n = (torch.arange(x, device=q.device) for x in (batch, 1, n_queries, k.shape[2]))
+    place = (b[:, None, None, None], h[:, None, None], m[:, None], n)
+
+    def listed(count: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        used = torch.arange(pages.shape[-1], device=q.device) < count[..., None]
+        times = torch.zeros_like(pages, dtype=torch.int64).scatter_add_(-1, pages.long(), used.long())
+        return times[:, :, m // rows][..., n // size]
+
+    times = partial = listed(block_mask.kv_num_blocks, block_mask.kv_indices)
+    mask = (partial > 0) & block_mask.mask_mod(*place)
+    if block_mask.full_kv_indices is not None:
+        full = listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+        times, mask = partial + full, mask | (full > 0)
+    assert int(times.max()) <= 1, "a block is listed twice"
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
+    return torch.where(mask.any(dim=-1, keepdim=True), out, 0.0)
 
 
 def gsm_prompts(folder: Path, count: int) -> list[list[int]]:

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 from engine_models import gsm_prompts, random_checkpoint, reference_greedy
 from flexroll.engine import Engine, SamplingParams
 from flexroll.engine.attention import with_block_sizes
+from flexroll.engine.masks import Q_BLOCK
 from flexroll.errors import FlexrollError
 
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -140,7 +141,7 @@ def test_zero_and_one_new_token(qwen3):
     assert ids(engine.generate(prompts, SamplingParams(max_new_tokens=0))) == [[], []]
     one = engine.generate(prompts, SamplingParams(max_new_tokens=1, ignore_eos=True))
     assert ids(one) == reference_greedy(qwen3, prompts, 1)
-    assert engine.stats.decode_tokens == 0
+    assert engine.stats.decode_tokens == 2 and engine.stats.prefill_tokens == 9  # a prompt's last token is decoded
     assert engine.generate([], GREEDY) == []
 
 
@@ -222,6 +223,39 @@ def test_unknown_kernel_option_is_named(qwen3):
         tiny_engine(qwen3, decode_kernel_options={"NUM_WARPS": 4})
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_contiguous_blocks_are_refused(qwen3, kind):
+    """Pages come from a free list: the flag would read other sequences' keys. Switched off it may be named."""
+    with pytest.raises(
+        FlexrollError, match="BLOCKS_ARE_CONTIGUOUS needs a sequence's pages to lie one after"
+    ) as caught:
+        tiny_engine(qwen3, **{f"{kind}_kernel_options": {"BLOCKS_ARE_CONTIGUOUS": True}})
+    assert str(caught.value).startswith(f"{kind}_kernel_options: ") and "\n" not in str(caught.value)
+    tiny_engine(qwen3, **{f"{kind}_kernel_options": {"BLOCKS_ARE_CONTIGUOUS": False}})
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"max_batch": 0}, "max_batch must be at least 1"),
+        ({"max_model_len": 1}, "max_model_len at least 2"),
+        ({"buckets": [0, 2]}, "buckets must be at least 1"),
+        ({"attention": "paged"}, "unknown attention 'paged'; choose flex or triton"),
+        ({"kv_tokens": 15}, "kv_tokens 15 is less than one page of 16 tokens"),
+    ],
+)
+def test_bad_options_end_in_one_line(qwen3, options, words):
+    with pytest.raises(FlexrollError, match=words) as caught:
+        tiny_engine(qwen3, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_triton_kernel_needs_a_gpu(qwen3, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(FlexrollError, match="attention 'triton' needs a GPU"):
+        tiny_engine(qwen3, attention="triton")
+
+
 def test_without_a_compiler_the_engine_warns_and_runs_eagerly(qwen3, monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CXX", raising=False)
@@ -232,9 +266,13 @@ def test_without_a_compiler_the_engine_warns_and_runs_eagerly(qwen3, monkeypatch
     assert ids(engine.generate(prompts, GREEDY)) == reference_greedy(qwen3, prompts, 12)
 
 
-def test_a_gpu_kernel_block_divides_a_page():
+def test_a_gpu_kernel_block_divides_that_of_the_mask():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert [with_block_sizes({}, cuda, page)["BLOCK_N"] for page in (16, 32, 64, 128, 256)] == [16, 32, 64, 64, 64]
+    for page, block in ((16, 16), (32, 32), (64, 64), (128, 64), (256, 64)):
+        assert with_block_sizes({}, cuda, page, prefill=False) == {"BLOCK_N": block}
+        assert with_block_sizes({}, cuda, page, prefill=True) == {"BLOCK_N": block, "BLOCK_M": Q_BLOCK}
     for given in ({"BLOCK_N": 32}, {"fwd_BLOCK_N": 128, "num_warps": 8}):
-        assert with_block_sizes(given, cuda, 64) == given
-    assert with_block_sizes({"num_warps": 4}, cpu, 64) == {"num_warps": 4}
+        assert with_block_sizes(given, cuda, 64, prefill=False) == given
+    for given in ({"BLOCK_N": 32, "BLOCK_M": 16}, {"fwd_BLOCK_N": 128, "fwd_BLOCK_M": 128}):
+        assert with_block_sizes(given, cuda, 64, prefill=True) == given
+    assert with_block_sizes({"num_warps": 4}, cpu, 64, prefill=True) == {"num_warps": 4}

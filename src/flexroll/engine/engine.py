@@ -23,7 +23,7 @@ from flexroll.engine.defaults import kernel_options
 from flexroll.engine.kv_cache import KVCache
 from flexroll.engine.ops import LowRank
 from flexroll.engine.page_table import ContiguousPageTable, PageTable
-from flexroll.engine.pipeline import Pipeline
+from flexroll.engine.pipeline import NotFiniteError, Pipeline
 from flexroll.engine.prefill import Prefill
 from flexroll.engine.sampling import SamplingParams
 from flexroll.engine.scheduler import Group, Scheduler
@@ -109,8 +109,9 @@ class Engine:
         page_size: tokens a page, a power of two.
         max_prefill_tokens: prompt tokens of one prefill pass, between two decode steps; longer prompts go in chunks.
             Default 8192 on a GPU, 2048 on a CPU.
-        buckets: batch sizes that decode steps are padded to; default: powers of two up to max_batch, on the CPU
-            max_batch alone, where a padded row is cheaper than another compilation.
+        buckets: batch sizes that decode steps are padded to. Default: powers of two up to max_batch; with attention
+            triton, where a bucket costs no compilation, from 8 on four to an octave; on the CPU max_batch alone, where
+            a padded row is cheaper than another compilation.
         attention: of decode steps: flex (flex_attention) or triton (the paged split-KV kernel). Default triton on a
             GPU whose model it can serve, else flex. Prefill is flex_attention always.
         cuda_graphs: on a GPU, replay each bucket's whole decode step as one CUDA graph.
@@ -224,7 +225,6 @@ class Engine:
         if n_pages < 1:
             raise FlexrollError(f"kv_tokens {kv_tokens} is less than one page of {o.page_size} tokens")
         self.max_batch = max_batch
-        self.buckets = _buckets(max_batch, o.buckets, self.device)
         self._steps: dict[int, DecodeStep] = {}
         self._prefill: Any = None
         self.cache: Any = None  # let the old pool go before the new one is taken
@@ -238,6 +238,7 @@ class Engine:
             self.cache, self._flex, self.compiled, self._kernel_options["decode"], self._kernel_options["prefill"]
         )
         self.attention = self._choose_attention()
+        self.buckets = _buckets(max_batch, o.buckets, self._on_gpu, self.attention == "triton")
         self._prefill = Prefill(self.decoder, self.cache, flex, self.max_prefill_tokens)
         self._steps = {
             bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, flex if self.attention == "flex" else None)
@@ -282,6 +283,10 @@ class Engine:
                 for sequence in scheduler.retire():
                     if progress is not None:
                         progress(_completion(sequence))
+        except NotFiniteError:
+            self._pipeline.abandon()
+            self.cache.pool.zero_()  # a NaN left behind would reach whoever gets its page: 0 * NaN is NaN
+            raise
         finally:
             scheduler.abort()
             self._pipeline.abandon()
@@ -384,11 +389,13 @@ class Engine:
     def _choose_attention(self) -> str:
         if self.options.attention == "flex" or (self.options.attention is None and not self._on_gpu):
             return "flex"
-        from flexroll.engine.kernels.paged_attention import unsupported
+        problem: str | None = "it belongs to the fused kernels, and fused is off"
+        if self.decoder.fused:
+            from flexroll.engine.kernels.paged_attention import unsupported
 
-        problem = unsupported(self.cache)
+            problem = unsupported(self.cache)
         if problem and self.options.attention == "triton":
-            raise FlexrollError(f"attention 'triton' cannot serve this model: {problem}; choose flex")
+            raise FlexrollError(f"attention 'triton' cannot serve here: {problem}; choose flex")
         return "flex" if problem else "triton"
 
     @torch.inference_mode()
@@ -443,10 +450,11 @@ class Clock:
         return sum(end - begin for begin, end in self._spans)
 
 
-def _buckets(max_batch: int, given: Sequence[int] | None, device: torch.device) -> list[int]:
+def _buckets(max_batch: int, given: Sequence[int] | None, on_gpu: bool, fine: bool) -> list[int]:
     """Ascending batch sizes, the last one max_batch."""
     if given is None:
-        given = [] if device.type == "cpu" else [1 << n for n in range(max_batch.bit_length())]
+        octaves = [1 << n for n in range(max_batch.bit_length())] if on_gpu else []
+        given = [b * step // 4 for b in octaves for step in ((4, 5, 6, 7) if fine and b >= 8 else (4,))]
     if any(b < 1 for b in given):
         raise FlexrollError("buckets must be at least 1")
     return sorted({b for b in given if b < max_batch} | {max_batch})

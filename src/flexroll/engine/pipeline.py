@@ -18,6 +18,10 @@ from flexroll.errors import FlexrollError
 DEPTH = 2  # steps in flight: one runs while the next waits behind it; a stop is seen that many steps late
 
 
+class NotFiniteError(FlexrollError):
+    """A running sequence's logits were not finite."""
+
+
 class Pipeline:
     """Launches steps, and hands tokens to their sequences in the order of the launches.
 
@@ -85,6 +89,6 @@ class Pipeline:
         values = out.numpy()
         tokens, logprobs = values[:, 0].tolist(), values[:, 1:].view(np.float32).tolist()
         if min(tokens) < 0 and any(t < 0 for t, s in zip(tokens, batch, strict=True) if s.finish_reason is None):
-            raise FlexrollError(NOT_FINITE)
+            raise NotFiniteError(NOT_FINITE)
         for sequence, token, (raw, kept) in zip(batch, tokens, logprobs, strict=True):
             sequence.append(token, (raw, kept) if sequence.params.logprobs else None)

@@ -105,6 +105,7 @@ class TritonOps(TorchOps):
                 GROUP=group,
                 HEADS=triton.next_power_of_2(group + 2),
                 HEAD_DIM=config.head_dim,
+                LANES=triton.next_power_of_2(config.head_dim // 2),
                 PAGE=cache.pages.page_size,
                 PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
                 num_warps=2,

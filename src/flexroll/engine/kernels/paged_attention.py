@@ -171,7 +171,9 @@ def decode_attention_kernel(
     heads_at = token + (head * GROUP + g[:, None]) * HEAD_DIM + half[None, :]
     q_a, q_b = load_halves(heads_at, group, stride, HALF, PARTS, kind)
     if q_norm is not None:
-        q_a, q_b = normed(q_a, q_b, tl.load(q_norm + half)[None, :], tl.load(q_norm + HALF + half)[None, :], eps, kind)
+        q_a, q_b = normed(
+            q_a, q_b, tl.load(q_norm + half)[None, :], tl.load(q_norm + HALF + half)[None, :], eps, HEAD_DIM, kind
+        )
     q_a, q_b = rotated(q_a, q_b, c, s, kind)
     query = tl.reshape(tl.permute(tl.join(q_a, q_b), (0, 2, 1)), (16, HEAD_DIM))
 
@@ -201,7 +203,7 @@ def decode_attention_kernel(
         v_a, v_b = load_halves(key + kv_heads * HEAD_DIM, always, stride, HALF, PARTS, kind)
         if k_norm is not None:
             k_a, k_b = normed(
-                k_a, k_b, tl.load(k_norm + half)[None, :], tl.load(k_norm + HALF + half)[None, :], eps, kind
+                k_a, k_b, tl.load(k_norm + half)[None, :], tl.load(k_norm + HALF + half)[None, :], eps, HEAD_DIM, kind
             )
         k_a, k_b = rotated(k_a, k_b, c, s, kind)
         page = tl.load(pages + cached // PAGE).to(tl.int64)

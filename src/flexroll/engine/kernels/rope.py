@@ -18,9 +18,12 @@ def load_halves(at, used, part_stride, HALF: tl.constexpr, PARTS: tl.constexpr, 
 
 
 @triton.jit
-def normed(a, b, gain_a, gain_b, eps, kind: tl.constexpr):
-    """RMSNorm over the last dimension of heads [n, half] + [n, half], rounded where the unfused chain rounds."""
-    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * a.shape[1]) + eps)[:, None]
+def normed(a, b, gain_a, gain_b, eps, HEAD_DIM: tl.constexpr, kind: tl.constexpr):
+    """RMSNorm over the last dimension of heads [n, lanes] + [n, lanes], rounded where the unfused chain rounds.
+
+    Lanes beyond the half head hold 0.
+    """
+    scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
     a = ((a * scale).to(kind).to(tl.float32) * gain_a.to(tl.float32)).to(kind).to(tl.float32)
     b = ((b * scale).to(kind).to(tl.float32) * gain_b.to(tl.float32)).to(kind).to(tl.float32)
     return a, b

@@ -557,3 +557,14 @@ def test_prefill_takes_no_more_than_its_budget_and_repeats_nothing(qwen3, monkey
         seen[index] += range(start, stop)
     assert seen == {i: list(range(len(p) - 1)) for i, p in enumerate(prompts)}
     assert engine.stats.prefill_tokens == sum(len(p) - 1 for p in prompts)
+
+
+def test_the_largest_budgets_start_first(qwen3):
+    """A long sequence that starts last would run on alone; equal budgets keep the order they came in."""
+    prompts, budgets = prompts_of(5, 6, 7, 8, 9), [2, 9, 4, 9, 3]
+    params = [SamplingParams(max_new_tokens=b, ignore_eos=True) for b in budgets]
+    ended = []
+    engine = qwen3.engine(max_batch=1)
+    done = engine.generate(prompts, params, progress=lambda c: ended.append(c.index))
+    assert ended == [1, 3, 2, 4, 0]
+    assert [len(c.token_ids) for c in done] == budgets

@@ -62,7 +62,6 @@ def engine_log_probs(folder, texts, monkeypatch, **options):
         max_batch=len(prompts),
         max_model_len=320,
         cuda_graphs=False,
-        compiled=DEVICE == "cuda",
         **options,
     )
     with monkeypatch.context() as patched:

@@ -51,6 +51,20 @@ def entry(
 
 
 @app.command()
+def profile(
+    model: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Sequences.")] = 64,
+    length: Annotated[int, typer.Option("--length", min=2, help="Tokens each has when decoding starts.")] = 370,
+    dummy: Annotated[bool, typer.Option("--dummy", help="Random weights for the folder's config.json.")] = False,
+    attention: Annotated[str | None, typer.Option("--attention", help="flex or triton.")] = None,
+) -> None:
+    """Print where a decode step's time goes, kernel by kernel."""
+    from flexroll.profile import as_markdown, profile_decode
+
+    print(as_markdown(profile_decode(model, batch, length, dummy, {"attention": attention})))
+
+
+@app.command()
 def preflight(config: ConfigOption, out: OutOption) -> None:
     """Check that this machine can run the config, and write its facts."""
     from flexroll.bench.preflight import preflight as run

@@ -264,7 +264,8 @@ class Engine:
     ) -> list[Completion]:
         """Continue every prompt; `params.n` completions a prompt, prompt by prompt in input order.
 
-        `progress` sees each completion as it ends. Every prompt is checked before the first is run.
+        `progress` sees each completion as it ends. Every prompt is checked before the first is run. Prompts that may
+        grow longest start first; those that may grow alike start in input order.
 
         Raises:
             FlexrollError: an empty prompt, an id outside the vocabulary, a prompt too long for max_model_len or for
@@ -273,7 +274,10 @@ class Engine:
         groups = self._groups(prompts, params)
         sequences = [s for group in groups for s in group.sequences]
         scheduler = Scheduler(self.cache.pages, self.max_prefill_tokens)
-        scheduler.add(g for g in groups if g.sequences[0].finish_reason is None)
+        # Largest budgets first (LPT scheduling, Graham 1969): a long sequence that starts last runs on alone.
+        scheduler.add(
+            sorted((g for g in groups if g.sequences[0].finish_reason is None), key=lambda g: -g.sequences[0].budget)
+        )
         self.stats = Stats()
         started = time.perf_counter()
         clock = Clock(self.device)

@@ -49,6 +49,11 @@ class Sequence:
         return self.tokens[self.prompt_length :]
 
     @property
+    def budget(self) -> int:
+        """Tokens that may still be generated."""
+        return self._limit - len(self.tokens)
+
+    @property
     def ready(self) -> bool:
         """Whether all but its last token are in the cache, so that a decode step can go on from there."""
         return self.slot != 0 and self.n_cached >= len(self.tokens) - 1 + self.pending

@@ -276,3 +276,16 @@ def test_a_gpu_kernel_block_divides_that_of_the_mask():
     for given in ({"BLOCK_N": 32, "BLOCK_M": 16}, {"fwd_BLOCK_N": 128, "fwd_BLOCK_M": 128}):
         assert with_block_sizes(given, cuda, 64, prefill=True) == given
     assert with_block_sizes({"num_warps": 4}, cpu, 64, prefill=True) == {"num_warps": 4}
+
+
+def test_options_of_flex_attention_are_never_given_to_another(qwen3):
+    for options, compiled, expected in (
+        ({}, True, "triton"),
+        ({"decode_kernel_options": {"num_warps": 4}}, True, "flex"),
+        ({}, False, "flex"),
+    ):
+        engine = tiny_engine(qwen3, **options)
+        engine._on_gpu, engine.decoder.fused, engine.options.compiled = True, True, compiled
+        assert engine._choose_attention() == expected
+    with pytest.raises(FlexrollError, match="attention 'triton' takes none"):
+        tiny_engine(qwen3, attention="triton", decode_kernel_options={"num_warps": 4})

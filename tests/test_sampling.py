@@ -219,3 +219,15 @@ def test_nothing_waits_for_values():
 def test_bad_parameters_are_named(bad):
     with pytest.raises(FlexrollError, match=next(iter(bad))):
         SamplingParams(**bad)
+
+
+def test_greedy_rows_alone_need_no_sort():
+    logits = torch.randn(7, 50, generator=torch.Generator().manual_seed(0))
+    logits[1, 3], logits[2], logits[3, 4] = float("nan"), float("-inf"), float("inf")
+    logits[4, 5] = logits[4, 9] = 9.0
+    logits[5, :49] = float("-inf")
+    columns, positions = SamplingColumns.empty(7, "cpu"), torch.arange(7)
+    tokens, logprobs = sample(logits, columns, positions)
+    expected, expected_logprobs, _ = sample_torch(logits, columns, positions)
+    assert tokens.tolist() == expected.tolist()
+    torch.testing.assert_close(logprobs, expected_logprobs, equal_nan=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["Completion", "Engine", "SamplingParams"]
 
-_HOME = {"Completion": "engine", "Engine": "engine", "SamplingParams": "sampling"}
+_HOME = {"Completion": "requests", "Engine": "engine", "SamplingParams": "sampling"}
 
 
 def __getattr__(name: str) -> Any:

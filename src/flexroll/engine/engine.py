@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,50 +21,19 @@ from flexroll.engine.decoder import Decoder
 from flexroll.engine.defaults import kernel_options
 from flexroll.engine.kv_cache import KVCache
 from flexroll.engine.ops import LowRank
+from flexroll.engine.options import Options, buckets_for
 from flexroll.engine.page_table import ContiguousPageTable, PageTable
 from flexroll.engine.pipeline import NotFiniteError, Pipeline
 from flexroll.engine.prefill import Prefill
+from flexroll.engine.requests import Completion, completion_of, groups_of
 from flexroll.engine.sampling import SamplingParams
-from flexroll.engine.scheduler import Group, Scheduler
-from flexroll.engine.scheduler import Sequence as Running
+from flexroll.engine.scheduler import Scheduler
 from flexroll.engine.slots import Slots
+from flexroll.engine.stats import Clock, Stats
 from flexroll.engine.weights import DecoderWeights, load_weights
 from flexroll.errors import FlexrollError
 
-ATTENTION = ("flex", "triton")
 COMPANY = 16  # see Engine._admit
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What one sample of one prompt was continued with.
-
-    index: the prompt's; sample: 0..n-1. token_ids: generated ids, the stop token included. finish_reason: stop |
-    length. logprobs, raw_logprobs: of each token, after temperature and filters, and of the model's own distribution;
-    None unless asked for.
-    """
-
-    index: int
-    sample: int
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[float] | None = None
-    raw_logprobs: list[float] | None = None
-
-
-@dataclass
-class Stats:
-    """Of the last `generate`. prefill_s: device seconds of prefill; decode_s: all other seconds of the call.
-
-    steps: decode steps. A prompt's last token is counted with decode, where it goes through the model.
-    """
-
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    prefill_tokens: int = 0
-    decode_tokens: int = 0
-    steps: int = 0
-    preemptions: int = 0
 
 
 class Merged(Protocol):
@@ -75,25 +43,6 @@ class Merged(Protocol):
     def n_bytes(self) -> int: ...
 
     def refresh(self) -> None: ...
-
-
-@dataclass
-class Options:
-    """How an engine runs; see `Engine`."""
-
-    max_batch: int = 64
-    max_model_len: int = 2048
-    kv_tokens: int | None = None
-    page_size: int = 64
-    max_prefill_tokens: int | None = None
-    buckets: Sequence[int] | None = None
-    attention: str | None = None
-    cuda_graphs: bool = True
-    compiled: bool = True
-    fused: bool | None = None
-    decode_kernel_options: dict[str, Any] = field(default_factory=dict)
-    prefill_kernel_options: dict[str, Any] = field(default_factory=dict)
-    contiguous: bool = False
 
 
 class Engine:
@@ -113,7 +62,8 @@ class Engine:
             triton, where a bucket costs no compilation, from 8 on four to an octave; on the CPU max_batch alone, where
             a padded row is cheaper than another compilation.
         attention: of decode steps: flex (flex_attention) or triton (the paged split-KV kernel). Default triton on a
-            GPU whose model it can serve, else flex. Prefill is flex_attention always.
+            GPU whose model it can serve, else flex; flex too with decode_kernel_options, which it alone heeds, or
+            uncompiled. Prefill is flex_attention always.
         cuda_graphs: on a GPU, replay each bucket's whole decode step as one CUDA graph.
         compiled: torch.compile flex_attention; where that is impossible a warning says why and it runs eagerly.
         fused: Triton kernels for all but attention; default on a GPU.
@@ -132,12 +82,6 @@ class Engine:
         **options: Any,
     ) -> None:
         self.options = o = Options(**options)
-        if o.max_batch < 1 or o.max_model_len < 2:
-            raise FlexrollError("max_batch must be at least 1 and max_model_len at least 2")
-        if o.contiguous and o.kv_tokens is not None:
-            raise FlexrollError("contiguous pages fix the pool's size; leave kv_tokens out")
-        if o.attention not in (None, *ATTENTION):
-            raise FlexrollError(f"unknown attention '{o.attention}'; choose {' or '.join(ATTENTION)}")
         self.config, self.device, self.max_model_len = weights.config, weights.device, o.max_model_len
         self._on_gpu = self.device.type == "cuda"
         if o.attention == "triton" and not self._on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
@@ -238,7 +182,7 @@ class Engine:
             self.cache, self._flex, self.compiled, self._kernel_options["decode"], self._kernel_options["prefill"]
         )
         self.attention = self._choose_attention()
-        self.buckets = _buckets(max_batch, o.buckets, self._on_gpu, self.attention == "triton")
+        self.buckets = buckets_for(max_batch, o.buckets, self._on_gpu, self.attention == "triton")
         self._prefill = Prefill(self.decoder, self.cache, flex, self.max_prefill_tokens)
         self._steps = {
             bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, flex if self.attention == "flex" else None)
@@ -271,7 +215,7 @@ class Engine:
             FlexrollError: an empty prompt, an id outside the vocabulary, a prompt too long for max_model_len or for
                 the pool, as many params as prompts expected and another number given, logits that are not finite.
         """
-        groups = self._groups(prompts, params)
+        groups = groups_of(prompts, params, self.config, self.cache.pages, self.max_model_len)
         sequences = [s for group in groups for s in group.sequences]
         scheduler = Scheduler(self.cache.pages, self.max_prefill_tokens)
         # Largest budgets first (LPT scheduling, Graham 1969): a long sequence that starts last runs on alone.
@@ -286,7 +230,7 @@ class Engine:
                 self._iterate(scheduler, clock)
                 for sequence in scheduler.retire():
                     if progress is not None:
-                        progress(_completion(sequence))
+                        progress(completion_of(sequence))
         except NotFiniteError:
             self._pipeline.abandon()
             self.cache.pool.zero_()  # a NaN left behind would reach whoever gets its page: 0 * NaN is NaN
@@ -297,7 +241,7 @@ class Engine:
         self.stats.prefill_s = clock.seconds()
         self.stats.decode_s = time.perf_counter() - started - self.stats.prefill_s
         self.stats.preemptions = scheduler.preemptions
-        return [_completion(s) for s in sequences]
+        return [completion_of(s) for s in sequences]
 
     def _iterate(self, scheduler: Scheduler, clock: Clock) -> None:
         """Admit, one prefill pass if there is any, one decode step launched ahead, the oldest in flight read back."""
@@ -349,56 +293,17 @@ class Engine:
                 [s.sample for s in new],
             )
 
-    def _groups(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[Group]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise FlexrollError(
-                f"{len(prompts)} prompts but {len(params)} sampling parameters; give one each, or one for all"
-            )
-        groups = []
-        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            tokens = [int(t) for t in prompt]
-            self._check_prompt(index, tokens, p)
-            stop = frozenset(p.stop_token_ids) | (frozenset() if p.ignore_eos else frozenset(self.config.eos_ids))
-            members = [
-                Running(index, sample, len(tokens), list(tokens), p, stop, self.max_model_len) for sample in range(p.n)
-            ]
-            if p.max_new_tokens == 0:
-                for sequence in members:
-                    sequence.finish_reason = "length"
-            groups.append(Group(members))
-        return groups
-
-    def _check_prompt(self, index: int, tokens: list[int], params: SamplingParams) -> None:
-        if not tokens:
-            raise FlexrollError(f"prompt {index} is empty; give it at least one token")
-        if min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
-            raise FlexrollError(f"prompt {index} holds a token id outside the vocabulary of {self.config.vocab_size}")
-        if len(tokens) >= self.max_model_len:
-            raise FlexrollError(
-                f"prompt {index} has {len(tokens)} tokens; max_model_len {self.max_model_len} allows "
-                f"{self.max_model_len - 1} and one new token"
-            )
-        # The last generated token is never attended to and needs no place; admission asks for one place to spare.
-        longest = min(len(tokens) + max(params.max_new_tokens, 1) - 1, self.max_model_len - 1)
-        if self.cache.pages.blocks_for(longest + 1) > self.cache.pages.n_pages:
-            raise FlexrollError(
-                f"prompt {index} may grow to {longest} tokens, which can never fit the KV pool of {self.kv_tokens}; "
-                "raise kv_tokens or lower max_new_tokens"
-            )
-
     def _choose_attention(self) -> str:
-        if self.options.attention == "flex" or (self.options.attention is None and not self._on_gpu):
+        o = self.options
+        plain = not self._on_gpu or not o.compiled or bool(o.decode_kernel_options)  # what only flex_attention heeds
+        if o.attention == "flex" or (o.attention is None and plain):
             return "flex"
         problem: str | None = "it belongs to the fused kernels, and fused is off"
         if self.decoder.fused:
             from flexroll.engine.kernels.paged_attention import unsupported
 
             problem = unsupported(self.cache)
-        if problem and self.options.attention == "triton":
+        if problem and o.attention == "triton":
             raise FlexrollError(f"attention 'triton' cannot serve here: {problem}; choose flex")
         return "flex" if problem else "triton"
 
@@ -424,53 +329,3 @@ class Engine:
         timed("compile", compile_all)
         if self.options.cuda_graphs:
             timed("capture", capture_all)
-
-
-class Clock:
-    """Seconds of the device inside `with clock:` blocks; on a GPU by events, so that nothing waits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def __enter__(self) -> None:
-        self._begun = self._mark()
-
-    def __exit__(self, *_: object) -> None:
-        self._spans.append((self._begun, self._mark()))
-
-    def seconds(self) -> float:
-        """Of all blocks so far; waits for the last."""
-        if self._on_gpu and self._spans:
-            self._spans[-1][1].synchronize()
-            return sum(begin.elapsed_time(end) for begin, end in self._spans) / 1000
-        return sum(end - begin for begin, end in self._spans)
-
-
-def _buckets(max_batch: int, given: Sequence[int] | None, on_gpu: bool, fine: bool) -> list[int]:
-    """Ascending batch sizes, the last one max_batch."""
-    if given is None:
-        octaves = [1 << n for n in range(max_batch.bit_length())] if on_gpu else []
-        given = [b * step // 4 for b in octaves for step in ((4, 5, 6, 7) if fine and b >= 8 else (4,))]
-    if any(b < 1 for b in given):
-        raise FlexrollError("buckets must be at least 1")
-    return sorted({b for b in given if b < max_batch} | {max_batch})
-
-
-def _completion(sequence: Running) -> Completion:
-    given = sequence.params.logprobs
-    return Completion(
-        sequence.index,
-        sequence.sample,
-        sequence.generated,
-        sequence.finish_reason or "length",
-        [kept for _, kept in sequence.logprobs] if given else None,
-        [raw for raw, _ in sequence.logprobs] if given else None,
-    )

@@ -157,9 +157,19 @@ def sample(
         from flexroll.engine.kernels.sample import sample_rows
 
         tokens, logprobs, _ = sample_rows(logits, columns, positions)
+    elif logits.device.type == "cpu" and not bool((columns.temperature > 0).any()):
+        tokens, logprobs = greedy_torch(logits)
     else:
         tokens, logprobs, _ = sample_torch(logits, columns, positions)
     return tokens, logprobs
+
+
+def greedy_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`sample` where every row is greedy, without a sort."""
+    raw, tokens = logits.float().log_softmax(dim=-1).max(dim=-1)
+    finite = ~raw.isnan()
+    raw = torch.where(finite, raw, float("nan"))
+    return torch.where(finite, tokens, -1), torch.stack([raw, raw], dim=1)
 
 
 def sample_torch(

@@ -8,6 +8,7 @@ inputs alone.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,10 @@ class Tiles:
     warps: int
     splits: int = 1
 
+    def shared_memory(self, gated: bool) -> int:
+        """Bytes that the pipeline's tiles of 16-bit numbers take."""
+        return 2 * self.k * (self.m + self.n * (2 if gated else 1)) * self.stages
+
 
 # Measured on an NVIDIA H200 with Qwen3-4B's shapes, each against cuBLAS in one run; more rows are cuBLAS's.
 GATED = {16: Tiles(16, 32, 64, 5, 4), 32: Tiles(32, 64, 128, 3, 4), 64: Tiles(64, 64, 64, 4, 4)}
@@ -46,7 +51,15 @@ def tiles_for(x: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | Non
     tiles = next((t for rows, t in table.items() if m <= rows), None)
     if tiles is None or (n // 2 if gated else n) % tiles.n or k % (tiles.k * tiles.splits):
         return None
-    return tiles
+    return tiles if tiles.shared_memory(gated) <= _shared_memory(x.device) else None
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have of it."""
+    if device.type != "cuda":
+        return 1 << 30
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @triton.jit

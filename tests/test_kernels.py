@@ -6,17 +6,14 @@ The interpreter multiplies the raw bits of bfloat16, so there everything is fp32
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
+import interpreter
 from engine_models import attend_by_lists, random_checkpoint, reference_greedy
 from flexroll.engine import Engine, SamplingParams, prefill
 from flexroll.engine import engine as engine_module
@@ -32,14 +29,11 @@ from flexroll.engine.slots import advance as advance_torch
 from flexroll.engine.slots import prepare as prepare_torch
 from flexroll.engine.weights import DecoderWeights
 from flexroll.errors import FlexrollError
+from interpreter import INTERPRETED, NATIVE, run_interpreted, runs_kernel, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NATIVE = torch.cuda.is_available() and not INTERPRETED
-DEVICE = torch.device("cuda" if NATIVE else "cpu")
+DEVICE = torch.device(interpreter.DEVICE)
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
 POISON = 1e4  # in every page that a sequence does not own, and behind its last token
-
-runs_kernel = pytest.mark.skipif(not (INTERPRETED or NATIVE), reason="runs in test_under_the_interpreter")
 
 if INTERPRETED or NATIVE:
     from flexroll.engine.kernels import linear, paged_attention, step
@@ -48,17 +42,9 @@ if INTERPRETED or NATIVE:
     from flexroll.engine.kernels.paged_attention import PagedAttention
 
 
-@pytest.mark.skipif(INTERPRETED or NATIVE, reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    """TRITON_INTERPRET counts only if it is set before Triton is imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
+    run_interpreted(__file__)
 
 
 def noise(*shape, seed=0, dtype=torch.float32, std=1.0):

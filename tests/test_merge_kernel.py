@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -19,31 +14,19 @@ from flexroll.lora import drift
 from flexroll.lora.adapter import AdapterWeights, read_adapter, write_adapter
 from flexroll.lora.merge import MergedCopy
 from flexroll.schema.catalogue import LORA_TARGETS
+from interpreter import DEVICE, INTERPRETED, NATIVE, run_interpreted, runs_kernel, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-NATIVE = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if NATIVE else "cpu"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 TILE = (16, 32)
-
-runs_kernel = pytest.mark.skipif(not (INTERPRETED or NATIVE), reason="runs in test_under_the_interpreter")
 
 if INTERPRETED or NATIVE:
     from flexroll.lora import merge_kernel
     from flexroll.lora.merge_kernel import Module, build_table, launch
 
 
-@pytest.mark.skipif(INTERPRETED or NATIVE, reason="the tests below run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    """TRITON_INTERPRET counts only if it is set before Triton is imported."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(Path(__file__).resolve())],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
-    assert "passed" in run.stdout
+    run_interpreted(__file__)
 
 
 def coarse(shape, seed, dtype, steps=64):

@@ -7,9 +7,6 @@ Triton reads the switch when it is imported.
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -19,25 +16,16 @@ pytest.importorskip("triton")
 from flexroll.engine.kernels.sample import BLOCK, sample_rows
 from flexroll.engine.philox import uniform
 from flexroll.engine.sampling import SamplingColumns, SamplingParams, sample_torch
+from interpreter import DEVICE, NATIVE, run_interpreted, runs_kernel, starts_interpreter
 
-NATIVE = torch.cuda.is_available()
-INTERPRETED = not NATIVE and os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cuda" if NATIVE else "cpu"
 TILE = 64
 
-here = pytest.mark.skipif(not (NATIVE or INTERPRETED), reason="runs in the interpreter's process")
 native = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
 
 
-@pytest.mark.skipif(NATIVE or INTERPRETED, reason="the other tests run in this process")
+@starts_interpreter
 def test_under_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_interpreted(__file__)
 
 
 def columns(params, device=DEVICE):
@@ -81,7 +69,7 @@ def assert_same(logits, made, positions, block=TILE):
 FILTERS = list(itertools.product([0, 1, 5, 90], [1.0, 0.97, 0.4], [0.0, 0.2]))
 
 
-@here
+@runs_kernel
 @pytest.mark.parametrize(
     ("vocab", "scale", "dtype", "temperature"),
     [
@@ -101,7 +89,7 @@ def test_kernel_equals_the_reference(vocab, scale, dtype, temperature):
     assert_same(logits, columns(params), torch.arange(len(params), device=DEVICE) * 101)
 
 
-@here
+@runs_kernel
 def test_hard_rows_equal_the_reference():
     inf = float("inf")
     vocab = 150
@@ -128,7 +116,7 @@ def test_hard_rows_equal_the_reference():
     assert_same(logits, columns(params), torch.arange(len(params), device=DEVICE))
 
 
-@here
+@runs_kernel
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_rows_that_are_not_finite_give_no_token(temperature):
     logits = random_logits(4, 130, 1.0, torch.bfloat16)
@@ -143,7 +131,7 @@ def test_rows_that_are_not_finite_give_no_token(temperature):
     assert logprobs[3].isfinite().all()
 
 
-@here
+@runs_kernel
 def test_a_row_does_not_depend_on_the_batch_around_it():
     params = [
         SamplingParams(),
@@ -162,7 +150,7 @@ def test_a_row_does_not_depend_on_the_batch_around_it():
         assert torch.equal(whole[index], part)
 
 
-@here
+@runs_kernel
 def test_no_rows_give_no_tokens():
     tokens, logprobs, _ = sample_rows(
         torch.empty(0, 70, device=DEVICE), columns([]), torch.empty(0, dtype=torch.int64, device=DEVICE)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from flexroll.engine.decoder_config import read_decoder_config
-from flexroll.engine.weights import DecoderWeights, Slice, layout
+from flexroll.engine.weights import DecoderWeights, layout, slices_of
 
 STD = 0.02
 
@@ -20,19 +20,14 @@ def random_weights(folder: Path, dtype: torch.dtype, device: torch.device | str,
     """
     config = read_decoder_config(folder)
     generator = torch.Generator(device).manual_seed(seed)
-    tensors, slices = {}, {}
-    for key, parts in layout(config):
-        if key.endswith(".bias"):
-            continue
+    rows = [(key, parts) for key, parts in layout(config) if not key.endswith(".bias")]
+    tensors = {}
+    for key, parts in rows:
         shape = (sum(shape[0] for _, shape in parts), *parts[0][1][1:])
         tensor = torch.ones(shape, dtype=dtype, device=device)
         if len(shape) == 2:
             tensor.normal_(0, STD, generator=generator)
         tensors[key] = tensor
-        start = 0
-        for name, part in parts:
-            slices[name] = Slice(key, start, start + part[0])
-            start += part[0]
     if config.tied_head:
         tensors["head"] = tensors["embed"]
-    return DecoderWeights(config, tensors, slices)
+    return DecoderWeights(config, tensors, slices_of(rows))

@@ -19,6 +19,7 @@ from flexroll.engine.attention import (
 from flexroll.engine.decode import DecodeStep
 from flexroll.engine.decoder import Decoder
 from flexroll.engine.defaults import kernel_options
+from flexroll.engine.dummy import random_weights
 from flexroll.engine.kv_cache import KVCache
 from flexroll.engine.ops import LowRank
 from flexroll.engine.options import Options, buckets_for
@@ -126,8 +127,6 @@ class Engine:
         Raises:
             FlexrollError: the checkpoint or the adapter is missing, corrupt, unsupported, or does not fit the other.
         """
-        from flexroll.engine.dummy import random_weights
-
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         begun = time.perf_counter()
         base = random_weights(Path(model), dtype, device) if dummy else load_weights(Path(model), dtype, device)
@@ -232,7 +231,6 @@ class Engine:
                     if progress is not None:
                         progress(completion_of(sequence))
         except NotFiniteError:
-            self._pipeline.abandon()
             self.cache.pool.zero_()  # a NaN left behind would reach whoever gets its page: 0 * NaN is NaN
             raise
         finally:

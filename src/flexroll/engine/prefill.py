@@ -31,7 +31,7 @@ class Prefill:
         self.decoder, self.cache, self.flex = decoder, cache, flex
         self.lengths = [MIN_ROWS]
         while self.lengths[-1] < 2 * max_tokens:
-            self.lengths.append(min(self.lengths[-1] * GROWTH, 2 * self._rows(max_tokens)))
+            self.lengths.append(min(self.lengths[-1] * GROWTH, 2 * flex.prefill_rows(max_tokens)))
         self._passes: dict[int, _Pass] = {}
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
@@ -39,7 +39,7 @@ class Prefill:
         """Cache tokens [start, stop) of each (sequence, start, stop); on a GPU this returns before it has run."""
         for some in self._fitting(chunks):
             n_tokens = sum(stop - start for _, start, stop in some)
-            n_rows = sum(self._rows(stop - start) for _, start, stop in some)
+            n_rows = sum(self.flex.prefill_rows(stop - start) for _, start, stop in some)
             size = next((size for size in self._graphs if size >= n_tokens and GRAPH_ROWS * size >= n_rows), None)
             held = self._pass(n_rows if size is None else GRAPH_ROWS * size)
             held.stage(some)
@@ -72,7 +72,7 @@ class Prefill:
         """The chunks in passes that the longest length holds."""
         some, rows = [], 0
         for chunk in chunks:
-            more = self._rows(chunk[2] - chunk[1])
+            more = self.flex.prefill_rows(chunk[2] - chunk[1])
             if some and rows + more > self.lengths[-1]:
                 yield some
                 some, rows = [], 0
@@ -80,9 +80,6 @@ class Prefill:
             rows += more
         if some:
             yield some
-
-    def _rows(self, n_tokens: int) -> int:
-        return -(-n_tokens // self.flex.q_block) * self.flex.q_block
 
     def _pass(self, rows: int) -> _Pass:
         """Buffers of the smallest length that holds so many query rows."""
@@ -121,7 +118,7 @@ class _Pass:
             tokens[2, here] = rows[1, there] = np.arange(start, stop)
             tokens[3, here] = np.arange(at, at + count)
             n += count
-            at += -(-count // self.flex.q_block) * self.flex.q_block
+            at += self.flex.prefill_rows(count)
         self._tokens.copy_(upload(tokens, self.cache.device), non_blocking=True)
         self._rows.copy_(upload(rows, self.cache.device), non_blocking=True)
         self._mask.fill([(s.slot, start, stop) for s, start, stop in chunks])

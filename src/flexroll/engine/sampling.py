@@ -142,6 +142,12 @@ class SamplingColumns:
         """The rows at index (int64 [n]), as new columns; fit for a captured CUDA graph."""
         return SamplingColumns(*(t.index_select(1, index) for t in (self.reals, self.ints, self.longs)))
 
+    def copy_(self, other: SamplingColumns) -> None:
+        """Take over the values of as many other rows, in place."""
+        self.reals.copy_(other.reals)
+        self.ints.copy_(other.ints)
+        self.longs.copy_(other.longs)
+
 
 def sample(
     logits: torch.Tensor, columns: SamplingColumns, positions: torch.Tensor

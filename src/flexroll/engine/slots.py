@@ -74,8 +74,7 @@ def prepare(rows: Rows, slots: Slots, cache: KVCache, mask: DecodeMask | None, f
     rows.ids.copy_(slots.tokens[index].clamp(min=0))  # -1 is a row that was not finite; the host will raise on it
     rows.slots.copy_(index)
     rows.positions.copy_(positions)
-    for mine, theirs in zip(_tensors(rows.columns), _tensors(slots.columns), strict=True):
-        mine.copy_(theirs[:, index])
+    rows.columns.copy_(slots.columns.take(index))
     if mask is not None:
         mask.fill()
 
@@ -92,7 +91,3 @@ def advance(rows: Rows, slots: Slots, tokens: torch.Tensor, logprobs: torch.Tens
     slots.lengths.index_copy_(0, rows.slots, torch.where(used, rows.positions + 1, 0))
     rows.out[:, 0] = tokens
     rows.out[:, 1:] = logprobs.view(torch.int32)
-
-
-def _tensors(columns: SamplingColumns) -> tuple[torch.Tensor, ...]:
-    return columns.reals, columns.ints, columns.longs

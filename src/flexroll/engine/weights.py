@@ -97,6 +97,17 @@ def layout(config: DecoderConfig) -> list[tuple[str, list[tuple[str, tuple[int, 
     return rows
 
 
+def slices_of(rows: list[tuple[str, list[tuple[str, tuple[int, ...]]]]]) -> dict[str, Slice]:
+    """Checkpoint name -> its rows of a fused tensor, for the rows of `layout`, in their order."""
+    slices = {}
+    for key, parts in rows:
+        start = 0
+        for name, shape in parts:
+            slices[name] = Slice(key, start, start + shape[0])
+            start += shape[0]
+    return slices
+
+
 def load_weights(folder: Path, dtype: torch.dtype, device: torch.device | str) -> DecoderWeights:
     """Load a checkpoint folder onto `device` in `dtype`.
 
@@ -107,8 +118,9 @@ def load_weights(folder: Path, dtype: torch.dtype, device: torch.device | str) -
     rows = layout(config)
     expected = {name: (key, shape) for key, parts in rows for name, shape in parts}
     stacked = {key: parts for key, parts in rows}
+    places = slices_of(rows)
     tensors: dict[str, torch.Tensor] = {}
-    slices: dict[str, Slice] = {}
+    found: set[str] = set()
     for name, tensor in read_tensors(folder):
         if name.endswith(IGNORED_SUFFIXES) or (name == "lm_head.weight" and config.tied_head):
             continue
@@ -120,19 +132,13 @@ def load_weights(folder: Path, dtype: torch.dtype, device: torch.device | str) -
         if key not in tensors:
             total = sum(part[1][0] for part in stacked[key])
             tensors[key] = torch.zeros((total, *shape[1:]), dtype=dtype, device=device)
-        start = 0
-        for part, part_shape in stacked[key]:
-            if part == name:
-                break
-            start += part_shape[0]
-        slices[name] = Slice(key, start, start + shape[0])
-        tensors[key][start : start + shape[0]].copy_(tensor)
-    missing = [name for name in expected if name not in slices and not name.endswith(".bias")]
+        tensors[key][places[name].start : places[name].stop].copy_(tensor)
+        found.add(name)
+    missing = [name for name in expected if name not in found and not name.endswith(".bias")]
     if missing:
         raise FlexrollError(
             f"{folder}: {len(missing)} tensors are missing, the first is '{missing[0]}'; fetch the checkpoint again"
         )
     if config.tied_head:
         tensors["head"] = tensors["embed"]
-    in_order = {name: slices[name] for name in expected if name in slices}
-    return DecoderWeights(config, tensors, in_order)
+    return DecoderWeights(config, tensors, {name: place for name, place in places.items() if name in found})

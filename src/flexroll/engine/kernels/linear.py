@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flexroll.engine.kernels.norm import silu_mul
 from flexroll.engine.kernels.pdl import launch_dependents, wait
 
 
@@ -102,10 +103,8 @@ def linear_kernel(
         w_at += BLOCK_K
     if PDL:
         launch_dependents()  # late: programs of the next kernel would take the place of this one's
-    kind = y.dtype.element_ty
+    kind: tl.constexpr = y.dtype.element_ty
     if GATED:
-        # Rounded where the unfused chain rounds: after the products, after silu, after their product.
-        gate = acc.to(kind).to(tl.float32)
-        acc = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+        acc = silu_mul(acc.to(kind).to(tl.float32), up.to(kind).to(tl.float32), kind)
     y_at = y + (tl.program_id(1) * M + m[:, None]).to(tl.int64) * N + n[None, :]
     tl.store(y_at, acc.to(kind), mask=rows)

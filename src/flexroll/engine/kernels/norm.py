@@ -25,8 +25,8 @@ def add_norm_kernel(
 ):
     """x += sum of y's PARTS [PARTS, M, HIDDEN]; out = RMSNorm(x) * weight. All [M, HIDDEN].
 
-    EMBED: x = y[ids] instead, y then being the embedding [vocab, HIDDEN]. Rounded to x's type after
-    the sum, after the residual add and before the norm's weight, where the unfused chain rounds.
+    EMBED: x = y[ids] instead, y then being the embedding [vocab, HIDDEN]. Rounded to x's type after the sum, after the
+    residual add and before the norm's weight, where the unfused chain rounds.
     """
     row = tl.program_id(0)
     h = tl.arange(0, BLOCK)
@@ -54,6 +54,12 @@ def add_norm_kernel(
 
 
 @triton.jit
+def silu_mul(gate, up, kind: tl.constexpr):
+    """silu(gate) * up of fp32 values of type kind, rounded to it after silu, where the unfused chain rounds."""
+    return (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
+
+
+@triton.jit
 def silu_mul_kernel(x, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """out [M, N] = silu(x[:, :N]) * x[:, N:]; grid (M, blocks of N)."""
     row = tl.program_id(0).to(tl.int64)
@@ -64,6 +70,5 @@ def silu_mul_kernel(x, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
         launch_dependents()
     gate = tl.load(x + row * 2 * N + n, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * N + N + n, mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    value = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32) * up
-    tl.store(out + row * N + n, value.to(kind), mask=inside)
+    kind: tl.constexpr = out.dtype.element_ty
+    tl.store(out + row * N + n, silu_mul(gate, up, kind).to(kind), mask=inside)

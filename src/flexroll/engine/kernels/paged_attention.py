@@ -42,6 +42,7 @@ class PagedAttention:
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         wanted = triton.next_power_of_2(max(1, PROGRAMS * processors // pairs))
         self.splits = min(wanted, MAX_SPLITS, triton.next_power_of_2(cache.table.shape[1]))
+        self.block = min(FEW_BLOCK if pairs <= FEW else MANY_BLOCK, cache.pages.page_size)
         scratch = (rows, config.n_kv_heads, self.splits)
         self.partial = torch.empty(*scratch, 16, config.head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(*scratch, 2, 16, dtype=torch.float32, device=device)
@@ -61,7 +62,6 @@ class PagedAttention:
         """
         cache, config = self.cache, self.cache.config
         n = qkv.shape[-2]
-        pairs = n * config.n_kv_heads
         out = torch.empty(n, config.q_size, dtype=cache.pool.dtype, device=qkv.device)
         grid = (n, config.n_kv_heads, self.splits)
         decode_attention_kernel[grid](
@@ -87,7 +87,7 @@ class PagedAttention:
             GROUP=config.n_heads // config.n_kv_heads,
             HEAD_DIM=config.head_dim,
             PAGE=cache.pages.page_size,
-            BLOCK_T=min(FEW_BLOCK if pairs <= FEW else MANY_BLOCK, cache.pages.page_size),
+            BLOCK_T=self.block,
             SPLITS=self.splits,
             PARTS=qkv.shape[0] if qkv.dim() == 3 else 1,
             num_warps=WARPS,

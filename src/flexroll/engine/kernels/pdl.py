@@ -1,9 +1,9 @@
 """Letting kernels overlap by programmatic dependent launch.
 
-With it (compute capability 9 and later) a kernel may start while the one before it still
-runs, and must wait for its data. Every kernel of the chain calls `wait` before it touches what another one wrote, so
-that the completion of one implies that of all before it, and lets the next one in only after that: what a kernel two
-places earlier wrote may be read without waiting.
+With it (compute capability 9 and later) a kernel may start while the one before it still runs, and must wait for its
+data. Every kernel of the chain calls `wait` before it touches what another one wrote, so that the completion of one
+implies that of all before it, and lets the next one in only after that: what a kernel two places earlier wrote may be
+read without waiting.
 """
 
 from __future__ import annotations

@@ -46,8 +46,7 @@ def prepare_kernel(
 
     staged int32 [2, B]: slots, and the page of each slot's position, entered into table and block_of here, for a
     sequence grows by at most one page a step. reals, ints, longs: SamplingColumns of n_slots slots; of rows for row_*.
-    LISTS: fill flex_attention's block lists too, [B, pages] each, BLOCKS
-    being max_blocks rounded up to a power of two.
+    LISTS: fill flex_attention's block lists too, [B, pages] each, BLOCKS being max_blocks rounded up to a power of two.
     """
     b = tl.program_id(0)
     slot = tl.load(staged + b).to(tl.int64)

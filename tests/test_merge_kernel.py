@@ -186,7 +186,7 @@ def test_refresh_uses_the_kernel_and_leaves_what_no_adapter_touches(copy, monkey
     launches = []
     monkeypatch.setattr(merge_kernel, "launch", lambda *args: launches.append(args))
     copy.refresh()
-    assert launches == [(copy._table, "ieee")] and len(copy._table.groups) == 1
+    assert launches == [(copy._table, "bf16x6")] and len(copy._table.groups) == 1
     monkeypatch.undo()
     touched = [f"{m}.weight" for m in copy.adapter.pairs]
     for name, view in copy.weights.named_views():

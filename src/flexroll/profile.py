@@ -58,7 +58,15 @@ def profile_decode(model: Path, batch: int, length: int, dummy: bool, engine_opt
     if length < 2:
         raise FlexrollError("profile: a prompt needs at least 2 tokens")
     limit = length + STEPS + 1
-    engine = Engine.from_pretrained(model, dummy=dummy, max_batch=batch, max_model_len=limit, **engine_options)
+    # One prefill for all prompts: every decode step then has the whole batch, and no prefill lies between two of them.
+    engine = Engine.from_pretrained(
+        model,
+        dummy=dummy,
+        max_batch=batch,
+        max_model_len=limit,
+        max_prefill_tokens=batch * length,
+        **engine_options,
+    )
     generator = torch.Generator().manual_seed(0)
     vocab = engine.config.vocab_size
     prompts = [torch.randint(0, vocab, (length,), generator=generator).tolist() for _ in range(batch)]

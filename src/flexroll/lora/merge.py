@@ -29,7 +29,7 @@ class MergedCopy:
     precision: how the fused kernel makes B @ A, see lora.merge_kernel.launch; without it the product is plain fp32.
     """
 
-    def __init__(self, base: DecoderWeights, adapter: AdapterWeights, precision: str = "ieee") -> None:
+    def __init__(self, base: DecoderWeights, adapter: AdapterWeights, precision: str = "bf16x6") -> None:
         self.base = base
         self.adapter = adapter.to(base.device)
         self.precision = precision

@@ -105,7 +105,7 @@ def build_table(modules: Sequence[Module], scale: float, tile: tuple[int, int] =
     return MergeTable(tuple(groups), float(scale), tile)
 
 
-def launch(table: MergeTable, precision: str = "ieee", num_warps: int | None = None) -> None:
+def launch(table: MergeTable, precision: str = "bf16x6", num_warps: int | None = None) -> None:
     """Merge every module of the table, on the current stream; returns before the GPU has finished.
 
     precision: how B @ A is made where A or B is wider than 16 bits; no way uses tf32.

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import random
 import shutil
+import weakref
 
 import pytest
 
@@ -197,6 +198,22 @@ def test_another_size_and_back_leaves_nothing_behind(qwen3):
         assert (engine.cache.pages.n_pages, engine.buckets) == (pages, [max_batch])
         assert ids(engine.generate(prompts, GREEDY)) == expected
         assert all_free(engine)
+
+
+def test_an_old_pool_is_gone_before_a_new_one_is_taken(qwen3, monkeypatch):
+    """Measured: a pool that what ran on it still held made a resize need both at once."""
+    engine = qwen3.engine()
+    engine.generate(prompts_of(3, 16, 21), GREEDY)
+    old, seen = weakref.ref(engine.cache.pool), []
+    taken = engine_module.KVCache
+
+    def take(*args):
+        seen.append(old())
+        return taken(*args)
+
+    monkeypatch.setattr(engine_module, "KVCache", take)
+    engine.resize(2)
+    assert seen == [None]
 
 
 def test_slots_forget_how_the_last_call_sampled(qwen3):

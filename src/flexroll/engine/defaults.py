@@ -13,8 +13,8 @@ import torch
 MEASURED: dict[str, dict[str, dict[str, Any]]] = {
     # Prefill of 63 prompts of 130 tokens at Qwen3-4B's shape: 221 us a layer; Inductor's own 8 warps 410, query blocks
     # of 128 rows 317, 2 stages 346.
-    # A decode step at 330 to 440 tokens a sequence: batch 64 4.107 ms; Inductor's own 2 warps 4.142, 1 warp 4.426. Batch 8
-    # 3.552 ms; 2 warps 3.597, and with SPLIT_KV 4 3.599.
+    # A decode step at 330 to 440 tokens a sequence: 4.107 ms at batch 64 (Inductor's own 2 warps 4.142, 1 warp 4.426),
+    # 3.552 at batch 8 (2 warps 3.597, and with SPLIT_KV 4 3.599).
     "H200": {"prefill": {"num_warps": 4}, "decode": {"num_warps": 4}},
     "": {"prefill": {"num_warps": 4}, "decode": {"num_warps": 4}},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -168,9 +169,7 @@ class Engine:
         if n_pages < 1:
             raise FlexrollError(f"kv_tokens {kv_tokens} is less than one page of {o.page_size} tokens")
         self.max_batch = max_batch
-        self._steps: dict[int, DecodeStep] = {}
-        self._prefill: Any = None
-        self.cache: Any = None  # let the old pool go before the new one is taken
+        self._let_go()
         if o.contiguous:
             pages = ContiguousPageTable(max_batch, o.page_size, max_blocks)
         else:
@@ -191,6 +190,16 @@ class Engine:
         self.start_s |= {"compile": 0.0, "capture": 0.0}
         if self._on_gpu:
             self._get_ready()
+
+    def _let_go(self) -> None:
+        """Drop the old pool and whatever refers to it, graphs included, before the new one is taken."""
+        self._steps: dict[int, DecodeStep] = {}
+        self._prefill: Any = None
+        self._pipeline: Any = None
+        self.cache: Any = None
+        gc.collect()
+        if self._on_gpu:
+            torch.cuda.empty_cache()  # else the allocator keeps it in pieces of the old sizes
 
     def refresh(self) -> None:
         """Merge the adapter afresh into the inference copy, in place. An error where no merged adapter is attached."""
@@ -325,5 +334,6 @@ class Engine:
             self._prefill.capture(pool)
 
         timed("compile", compile_all)
+        torch.cuda.empty_cache()  # graphs take memory of their own, none of what compiling has left
         if self.options.cuda_graphs:
             timed("capture", capture_all)

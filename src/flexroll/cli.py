@@ -162,22 +162,23 @@ def drift(config: ConfigOption, work: WorkOption, out: OutOption) -> None:
 
     import torch
 
+    from flexroll.bench.lease import device_lease
     from flexroll.launch import running_stack
     from flexroll.lora.drift import verify
     from flexroll.provenance import device_class
     from flexroll.schema.records import write_json
 
-    wanted = _config(config)
-    device = "cpu" if device_class() == "cpu" else "cuda"
-    result = verify(
-        _checkpoint(work / "model.json"),
-        work / "adapter",
-        cycles=wanted.drift.cycles,
-        noise_std=wanted.drift.noise_std,
-        dtype=getattr(torch, wanted.model.dtype),
-        device=device,
-        seed=wanted.seed,
-    )
+    wanted, device = _config(config), device_class()
+    with device_lease(_root(), device):
+        result = verify(
+            _checkpoint(work / "model.json"),
+            work / "adapter",
+            cycles=wanted.drift.cycles,
+            noise_std=wanted.drift.noise_std,
+            dtype=getattr(torch, wanted.model.dtype),
+            device="cpu" if device == "cpu" else "cuda",
+            seed=wanted.seed,
+        )
     write_json(out, json.dumps({**result, "stack": running_stack() or out.stem}, indent=1) + "\n")
 
 

@@ -58,6 +58,31 @@ def memory_used(index: int, pids: set[int] | None = None) -> tuple[int | None, i
         return None, None
 
 
+# What a driver keeps for itself on an idle card, and more than that: an idle H200 shows 0.6 GB.
+IDLE_BYTES = 1_500_000_000
+
+
+def in_use_by_others(index: int) -> str | None:
+    """Who uses a GPU that this process does not, in words; None if it is free or NVML cannot tell.
+
+    Asked before CUDA starts here, so that every process and all memory in use is another's: a container sees other
+    process ids than the driver reports, and some see none.
+    """
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
+        pids = [int(p.pid) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    except pynvml.NVMLError:
+        return None
+    if not pids and used <= IDLE_BYTES:
+        return None
+    by = f" by process {', '.join(map(str, pids))}" if pids else ""
+    return f"{used / 1e9:.1f} GB in use{by}"
+
+
 def _visible(gpus: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:
     if setting is None:
         return gpus

@@ -1,16 +1,11 @@
-"""What keeps one measurement apart from the rest: the worker's environment, and a lock on the device."""
+"""What keeps a measurement apart from the rest of the machine: the worker's environment."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
-from flexroll.bench.console import say
 from flexroll.bench.environment import cores
 from flexroll.provenance import SRC
 
@@ -52,20 +47,3 @@ def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
 def _file_name(device: str) -> str:
     """A device class as part of a file name: "NVIDIA H200" -> "NVIDIA-H200"."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", device)
-
-
-@contextmanager
-def device_lock(root: Path, device: str) -> Iterator[None]:
-    """One measurement at a time on this tree's device, also beside a job that a killed workflow left running."""
-    folder = root / ".cache"
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / f"measuring-{_file_name(device)}.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        say("another flexroll process is measuring here; waiting for it to end")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()

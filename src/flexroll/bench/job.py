@@ -13,7 +13,8 @@ from typing import Literal
 from flexroll.bench.console import say
 from flexroll.bench.environment import describe
 from flexroll.bench.inputs import Inputs, find_job, read_inputs
-from flexroll.bench.isolate import device_lock, worker_env
+from flexroll.bench.isolate import worker_env
+from flexroll.bench.lease import device_lease
 from flexroll.bench.process import Stopped
 from flexroll.bench.supervisor import CellResult, Supervisor
 from flexroll.bench.task import Task
@@ -44,7 +45,7 @@ def bench(
     keys = {cell.file: cell_key(root, cell, device, inputs.hashes) for cell in job.cells}
     folder = raw / job.name
     log = raw.parent / "logs" / f"{job.name}.log"
-    with device_lock(root, device):
+    with device_lease(root, device):
         cells = [c for c in job.cells if not is_measured(folder / c.file, keys[c.file])]
         kept = len(job.cells) - len(cells)
         say(f"{job.name}: {len(cells)} cells to measure" + (f", {kept} kept" if kept else ""))
@@ -85,7 +86,7 @@ def warmup(config: Config, name: str, *, work: Path, out: Path, root: Path, back
     device = device_class()
     results: list[CellResult] = []
     begun = time.monotonic()
-    with device_lock(root, device):
+    with device_lease(root, device):
         log = out.with_suffix(".log")
         env = worker_env(root, job.stack, device)
         _run(

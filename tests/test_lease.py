@@ -1,0 +1,164 @@
+"""A device is measured on by one process at a time: real processes, with a stand-in for NVML."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from flexroll.bench import lease as lease_module
+from flexroll.provenance import SRC
+
+NVML = """
+import json, os
+class NVMLError(Exception): pass
+def _gpus(): return json.load(open(os.environ["FAKE_GPUS"]))
+class _Memory:
+    def __init__(self, used): self.used, self.total = used, 150 * 10**9
+class _Process:
+    def __init__(self, pid): self.pid, self.usedGpuMemory = pid, None
+def nvmlInit(): pass
+def nvmlShutdown(): pass
+def nvmlSystemGetDriverVersion(): return "1.0"
+def nvmlDeviceGetCount(): return len(_gpus())
+def nvmlDeviceGetHandleByIndex(index): return _gpus()[index]
+def nvmlDeviceGetName(gpu): return gpu.get("name", "Fake GPU")
+def nvmlDeviceGetUUID(gpu): return gpu["uuid"]
+def nvmlDeviceGetMemoryInfo(gpu): return _Memory(gpu.get("used", 600_000_000))
+def nvmlDeviceGetComputeRunningProcesses(gpu): return [_Process(p) for p in gpu.get("pids", [])]
+"""
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from flexroll.bench.lease import device_lease
+with device_lease(Path.cwd(), "Fake GPU") as uuid:
+    begun = time.monotonic()
+    print(uuid, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"], flush=True)
+    time.sleep(float(sys.argv[1]))
+    print(begun, time.monotonic(), flush=True)
+"""
+
+
+class Machine:
+    def __init__(self, folder: Path):
+        self.folder = folder
+        (folder / "fake").mkdir()
+        (folder / "fake" / "pynvml.py").write_text(NVML)
+        self.started = []
+
+    def has(self, *gpus: dict) -> None:
+        (self.folder / "gpus.json").write_text(json.dumps(gpus))
+
+    def hold(self, seconds: float, **env: str) -> subprocess.Popen:
+        env = {**os.environ, "FAKE_GPUS": str(self.folder / "gpus.json"), **env}
+        env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "fake"), str(SRC)])
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(seconds)], cwd=self.folder, env=env, stdout=subprocess.PIPE, text=True
+        )
+        self.started.append(process)
+        return process
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+    made = Machine(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+
+
+def test_six_jobs_on_two_gpus_never_share_one(machine):
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"})
+    spans = {"GPU-a": [], "GPU-b": []}
+    for process in [machine.hold(0.4) for _ in range(6)]:
+        seen, span = process.communicate(timeout=60)[0].splitlines()
+        uuid, visible, order = seen.split()
+        assert (visible, order) == ({"GPU-a": "0", "GPU-b": "1"}[uuid], "PCI_BUS_ID")
+        spans[uuid].append(tuple(map(float, span.split())))
+    for held in spans.values():
+        assert held
+        ordered = sorted(held)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ordered))
+
+
+def test_a_killed_job_leaves_its_gpu_free(machine):
+    machine.has({"uuid": "GPU-a"})
+    first = machine.hold(600)
+    assert first.stdout.readline().startswith("GPU-a")
+    second = machine.hold(0)
+    time.sleep(1)
+    assert second.poll() is None  # it waits
+    first.send_signal(signal.SIGKILL)
+    assert second.communicate(timeout=60)[0].splitlines()[-2].startswith("GPU-a")
+
+
+@pytest.mark.parametrize(("setting", "uuid"), [("1", "GPU-b"), ("GPU-c", "GPU-c")])
+def test_only_visible_gpus_of_the_class_are_taken(machine, setting, uuid):
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"}, {"uuid": "GPU-c"}, {"uuid": "GPU-d", "name": "Other"})
+    out = machine.hold(0, CUDA_VISIBLE_DEVICES=setting).communicate(timeout=60)[0]
+    assert out.split()[:2] == [uuid, {"GPU-b": "1", "GPU-c": "2"}[uuid]]
+
+
+@pytest.fixture
+def here(machine, monkeypatch):
+    """The stand-in for NVML in this process, without the wait for a killed program's memory."""
+    monkeypatch.setenv("FAKE_GPUS", str(machine.folder / "gpus.json"))
+    monkeypatch.syspath_prepend(str(machine.folder / "fake"))
+    monkeypatch.delitem(sys.modules, "pynvml", raising=False)
+    monkeypatch.setattr(lease_module, "GRACE_S", 0.0)
+    monkeypatch.setattr(lease_module, "POLL_S", 0.05)
+    yield machine
+    sys.modules.pop("pynvml", None)
+
+
+@pytest.mark.parametrize(
+    ("busy", "words"),
+    [({"used": 20 * 10**9}, "20.0 GB in use;"), ({"pids": [77]}, "0.6 GB in use by process 77;")],
+    ids=["memory", "process"],
+)
+def test_a_gpu_in_foreign_hands_is_refused_and_another_taken(here, monkeypatch, busy, words):
+    here.has({"uuid": "GPU-a", **busy}, {"uuid": "GPU-b"})
+    with lease_module.device_lease(here.folder, "Fake GPU") as uuid:
+        assert (uuid, os.environ["CUDA_VISIBLE_DEVICES"]) == ("GPU-b", "1")
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ and "CUDA_DEVICE_ORDER" not in os.environ
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with (
+        pytest.raises(lease_module.FlexrollError, match="no free Fake GPU: GPU 0") as error,
+        lease_module.device_lease(here.folder, "Fake GPU"),
+    ):
+        pass
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+def test_memory_that_comes_back_in_time_is_waited_for(here, monkeypatch):
+    monkeypatch.setattr(lease_module, "GRACE_S", 30.0)
+    here.has({"uuid": "GPU-a", "used": 90 * 10**9})
+    waited = []
+
+    def sleep(seconds):
+        waited.append(seconds)
+        here.has({"uuid": "GPU-a"})
+
+    monkeypatch.setattr(lease_module.time, "sleep", sleep)
+    with lease_module.device_lease(here.folder, "Fake GPU") as uuid:
+        assert uuid == "GPU-a" and len(waited) == 1
+
+
+def test_a_gpu_that_is_gone_is_an_error(here):
+    here.has({"uuid": "GPU-a", "name": "Other"})
+    with (
+        pytest.raises(lease_module.FlexrollError, match="no Fake GPU is visible any more"),
+        lease_module.device_lease(here.folder, "Fake GPU"),
+    ):
+        pass

@@ -80,7 +80,7 @@ def machine(tmp_path, monkeypatch):
 def test_six_jobs_on_two_gpus_never_share_one(machine):
     machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"})
     spans = {"GPU-a": [], "GPU-b": []}
-    for process in [machine.hold(0.4) for _ in range(6)]:
+    for process in [machine.hold(1.5) for _ in range(6)]:
         seen, span = process.communicate(timeout=60)[0].splitlines()
         uuid, visible, order = seen.split()
         assert (visible, order) == ({"GPU-a": "0", "GPU-b": "1"}[uuid], "PCI_BUS_ID")

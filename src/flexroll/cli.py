@@ -165,7 +165,7 @@ def drift(config: ConfigOption, work: WorkOption, out: OutOption) -> None:
     from flexroll.bench.lease import device_lease
     from flexroll.launch import running_stack
     from flexroll.lora.drift import verify
-    from flexroll.provenance import device_class
+    from flexroll.provenance import device_class, variant
     from flexroll.schema.records import write_json
 
     wanted, device = _config(config), device_class()
@@ -176,7 +176,7 @@ def drift(config: ConfigOption, work: WorkOption, out: OutOption) -> None:
             cycles=wanted.drift.cycles,
             noise_std=wanted.drift.noise_std,
             dtype=getattr(torch, wanted.model.dtype),
-            device="cpu" if device == "cpu" else "cuda",
+            device=variant(device),
             seed=wanted.seed,
         )
     write_json(out, json.dumps({**result, "stack": running_stack() or out.stem}, indent=1) + "\n")

@@ -101,7 +101,7 @@ def device_class() -> str:
 
 
 def variant(device: str) -> str:
-    """Which of a stack's locks serves this device class: "cpu" or "cuda"."""
+    """Either "cpu" or "cuda": torch's name for this device class, and that of the stack's lock which serves it."""
     return "cpu" if device == "cpu" else "cuda"
 
 

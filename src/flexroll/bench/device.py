@@ -43,19 +43,9 @@ def visible_gpus() -> list[dict[str, Any]]:
 def memory_used(index: int, pids: set[int] | None = None) -> tuple[int | None, int | None]:
     """(bytes in use on the GPU, bytes used by `pids`), None where NVML cannot tell (process ids of a container's
     namespace differ from the driver's)."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        total = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        mine = [
-            p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle) if p.pid in (pids or set())
-        ]
-        known = [int(value) for value in mine if value]
-        return total, sum(known) if known else None
-    except pynvml.NVMLError:
-        return None, None
+    total, by_process = _in_use(index)
+    known = [used for pid, used in by_process.items() if pid in (pids or set()) and used]
+    return total, sum(known) if known else None
 
 
 # What a driver keeps for itself on an idle card, and more than that: an idle H200 shows 0.6 GB.
@@ -68,19 +58,24 @@ def in_use_by_others(index: int) -> str | None:
     Asked before CUDA starts here, so that every process and all memory in use is another's: a container sees other
     process ids than the driver reports, and some see none.
     """
+    used, by_process = _in_use(index)
+    if used is None or (not by_process and used <= IDLE_BYTES):
+        return None
+    by = f" by process {', '.join(map(str, by_process))}" if by_process else ""
+    return f"{used / 1e9:.1f} GB in use{by}"
+
+
+def _in_use(index: int) -> tuple[int | None, dict[int, int | None]]:
+    """(bytes in use on the GPU, {process that computes there: its bytes}); None for bytes that NVML cannot tell."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
         used = int(pynvml.nvmlDeviceGetMemoryInfo(handle).used)
-        pids = [int(p.pid) for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+        return used, {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     except pynvml.NVMLError:
-        return None
-    if not pids and used <= IDLE_BYTES:
-        return None
-    by = f" by process {', '.join(map(str, pids))}" if pids else ""
-    return f"{used / 1e9:.1f} GB in use{by}"
+        return None, {}
 
 
 def _visible(gpus: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:

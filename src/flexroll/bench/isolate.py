@@ -12,7 +12,7 @@ from flexroll.provenance import SRC
 
 def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
     """The worker's environment: compile caches a stack and device, no network, no user site, this package."""
-    cache = (root / ".cache" / f"{stack}-{_file_name(device)}").resolve()
+    cache = (root / ".cache" / f"{stack}-{file_name(device)}").resolve()
     env = dict(os.environ)
     env |= {
         "PYTHONPATH": str(SRC),
@@ -44,6 +44,6 @@ def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
     return env
 
 
-def _file_name(device: str) -> str:
+def file_name(device: str) -> str:
     """A device class as part of a file name: "NVIDIA H200" -> "NVIDIA-H200"."""
     return re.sub(r"[^A-Za-z0-9.]+", "-", device)

@@ -19,7 +19,7 @@ from flexroll.bench.process import Stopped
 from flexroll.bench.supervisor import CellResult, Supervisor
 from flexroll.bench.task import Task
 from flexroll.errors import FlexrollError
-from flexroll.provenance import cell_key, device_class
+from flexroll.provenance import cell_key, device_class, variant
 from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
 from flexroll.schema.records import Record, read_record, write_json, write_record
@@ -147,7 +147,7 @@ def _run(
         "adapter": None if inputs.adapter is None else str(inputs.adapter),
         "merged": None if inputs.merged is None else str(inputs.merged),
         "dtype": job.cells[0].dtype,
-        "device": "cpu" if device_class() == "cpu" else "cuda",
+        "device": variant(device_class()),
         "max_batch": max(c.running for c in job.cells),
         "first_batch": cells[0].running,
         "max_model_len": max(c.max_model_len for c in job.cells),

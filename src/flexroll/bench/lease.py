@@ -7,7 +7,6 @@ UUID, before anything starts CUDA, and hides all others from what it starts.
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from flexroll.bench.console import say
 from flexroll.bench.device import in_use_by_others, visible_gpus
+from flexroll.bench.isolate import file_name
 from flexroll.errors import FlexrollError
 
 # A GPU's memory comes back some seconds after the process that held it was killed.
@@ -98,7 +98,7 @@ def _of_class(name: str) -> list[dict[str, Any]]:
 
 
 def _lock(folder: Path, device: str) -> FileLock:
-    return FileLock(folder / f"measuring-{re.sub(r'[^A-Za-z0-9.]+', '-', device)}.lock")
+    return FileLock(folder / f"measuring-{file_name(device)}.lock")
 
 
 def _taken(lock: FileLock) -> bool:

@@ -169,7 +169,8 @@ class Engine:
         if n_pages < 1:
             raise FlexrollError(f"kv_tokens {kv_tokens} is less than one page of {o.page_size} tokens")
         self.max_batch = max_batch
-        self._let_go()
+        if hasattr(self, "cache"):
+            self._let_go()
         if o.contiguous:
             pages = ContiguousPageTable(max_batch, o.page_size, max_blocks)
         else:

@@ -173,9 +173,7 @@ def sample(
 def greedy_torch(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`sample` where every row is greedy, without a sort."""
     raw, tokens = logits.float().log_softmax(dim=-1).max(dim=-1)
-    finite = ~raw.isnan()
-    raw = torch.where(finite, raw, float("nan"))
-    return torch.where(finite, tokens, -1), torch.stack([raw, raw], dim=1)
+    return torch.where(raw.isnan(), -1, tokens), torch.stack([raw, raw], dim=1)
 
 
 def sample_torch(

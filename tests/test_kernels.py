@@ -33,6 +33,13 @@ from interpreter import INTERPRETED, NATIVE, run_interpreted, runs_kernel, start
 
 DEVICE = torch.device(interpreter.DEVICE)
 DTYPES = [torch.float32, torch.bfloat16] if NATIVE else [torch.float32]
+QWEN3_4B = [
+    ("qkv", 6144, 2560),
+    ("o", 2560, 4096),
+    ("gate_up", 19456, 2560),
+    ("down", 2560, 9728),
+    ("head", 151936, 2560),
+]
 POISON = 1e4  # in every page that a sequence does not own, and behind its last token
 
 if INTERPRETED or NATIVE:
@@ -40,6 +47,7 @@ if INTERPRETED or NATIVE:
     from flexroll.engine.kernels.linear import Tiles, tiles_for
     from flexroll.engine.kernels.ops import TritonOps
     from flexroll.engine.kernels.paged_attention import PagedAttention
+    from flexroll.engine.kernels.pdl import launch_options
 
 
 @starts_interpreter
@@ -118,23 +126,26 @@ def positions_tensor(values):
 
 
 @runs_kernel
-@pytest.mark.parametrize(("splits", "gated"), [(1, True), (1, False), (2, False), (4, False)])
+@pytest.mark.parametrize(("splits", "gated"), [(1, True), (1, False), (2, False), (3, False), (4, False)])
 @pytest.mark.parametrize("rows", [1, 5, 17])
 def test_linear(rows, splits, gated):
-    """Row tiles that are not full, and partial sums over slices of the depth, which add up to the product."""
+    """Row tiles that are not full, and partial sums over slices of the depth, which add up to the product.
+
+    Depth 160 is five blocks: two slices of it are uneven, of four the last is empty.
+    """
     dtype = DTYPES[-1]  # natively in the 16 bits that the kernel is for
-    _, ops = both_ops(config_of(), dtype)
-    x, w = noise(rows, 128, dtype=dtype), noise(96, 128, seed=1, dtype=dtype, std=0.3)
-    y = ops._product(x, w, Tiles(16, 16, 32, 2, 4, splits=splits), gated)
+    x, w = noise(rows, 160, dtype=dtype), noise(96, 160, seed=1, dtype=dtype, std=0.3)
+    y = linear.product(x, w, Tiles(16, 16, 32, 2, splits=splits), gated, **launch_options(DEVICE))
     product = x.float() @ w.float().T
     if gated:
         gate, up = product.to(dtype).chunk(2, dim=-1)
-        assert_close(y, torch.nn.functional.silu(gate) * up, scale=10)
+        assert_close(y[0], torch.nn.functional.silu(gate) * up, scale=10)
         return
     assert y.shape == (splits, rows, 96)
     assert_close(y.float().sum(0).to(dtype), product.to(dtype))
-    slices = zip(x.float().chunk(splits, dim=1), w.float().chunk(splits, dim=1), strict=True)
-    for part, (a, b) in zip(y, slices, strict=True):
+    depth = -(-5 // splits) * 32
+    for i, part in enumerate(y):
+        a, b = (t.float()[:, i * depth : (i + 1) * depth] for t in (x, w))
         assert_close(part, (a @ b.T).to(part.dtype))
 
 
@@ -142,22 +153,31 @@ def test_linear(rows, splits, gated):
 def test_tiles_fit_the_product_they_are_chosen_for():
     """Every shape that gets tiles is divided by them without a rest; the kernel masks rows only."""
 
-    def tiles(m, n, k, gated, dtype=torch.bfloat16):
-        return tiles_for(torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, device="meta"), gated)
+    def tiles(place, m, n, k, dtype=torch.bfloat16):
+        return tiles_for(place, torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, device="meta"))
 
-    chosen = set()
-    for m in (0, 1, 5, 16, 17, 32, 33, 64, 65):
-        for n in (32, 64, 96, 100, 1024, 6144, 151936, 128256):
-            for k in (48, 64, 128, 192, 256, 2560, 9728):
-                for gated in (False, True):
-                    cut = tiles(m, n, k, gated)
-                    assert tiles(m, n, k, gated, torch.float32) is None
+    for place, table in linear.TILES.items():
+        gated, chosen = place == "gate_up", set()
+        for m in (0, 1, 5, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257):
+            for n in (32, 64, 96, 100, 1024, 2560, 6144, 19456, 151936, 128256):
+                for k in (48, 64, 128, 192, 256, 2560, 9728):
+                    cut = tiles(place, m, n, k)
+                    assert tiles(place, m, n, k, torch.float32) is None
                     if cut is None:
                         continue
-                    assert 0 < m <= cut.m and k % (cut.k * cut.splits) == 0
-                    assert (n // 2 if gated else n) % cut.n == 0 and not (gated and cut.splits > 1)
-                    chosen.add(cut)
-    assert chosen == {t for table in (linear.GATED, linear.WIDE, linear.NARROW) for t in table.values()}
+                    assert 0 < m <= max(table) and k % cut.k == 0 and (n // 2 if gated else n) % cut.n == 0
+                    assert 1 <= cut.splits <= k // cut.k and (cut.splits == 1 or place not in ("gate_up", "head"))
+                    chosen.add(dataclasses.replace(cut, splits=1))
+        assert chosen == set(table.values())
+    splits = {place: tiles(place, 16, n, k).splits for place, n, k in QWEN3_4B}
+    assert splits == {"qkv": 4, "o": 3, "gate_up": 1, "down": 3, "head": 1}  # those that were measured
+
+
+@runs_kernel
+def test_a_weight_that_no_descriptor_can_name_is_left_to_the_library():
+    x, weight = noise(4, 128, dtype=torch.bfloat16), noise(2560 * 128 + 1, dtype=torch.bfloat16)
+    assert tiles_for("qkv", x, weight[:-1].view(2560, 128)) is not None
+    assert tiles_for("qkv", x, weight[1:].view(2560, 128)) is None
 
 
 # Norm and activation.

@@ -70,23 +70,24 @@ KERNELS = {
     ),
     "silu": (norm.silu_mul_kernel, {"x": "*bf16", "out": "*bf16", "N": "i32"}, {"BLOCK": 1024, "PDL": True}, 4, 3),
     **{
-        f"product of {rows}{', gated' if gated else ''}": (
+        f"{place} of {rows}, {'split' if split else 'whole'}": (
             linear.linear_kernel,
-            {"x": "*bf16", "w": "*bf16", "y": "*bf16" if tiles.splits == 1 else "*fp32"}
-            | dict.fromkeys(("M", "N", "K"), "i32"),
+            {"x": f"tensordesc<bf16[{tiles.m}, {tiles.k}]>", "w": f"tensordesc<bf16[{tiles.n}, {tiles.k}]>"}
+            | {"y": "*fp32" if split else "*bf16", **dict.fromkeys(("M", "N", "K"), "i32")},
             {
                 "BLOCK_M": tiles.m,
                 "BLOCK_N": tiles.n,
                 "BLOCK_K": tiles.k,
-                "SPLIT_K": tiles.splits,
-                "GATED": gated,
+                "SPLIT_K": 3 if split else 1,
+                "GATED": place == "gate_up",
                 "PDL": True,
             },
             tiles.warps,
             tiles.stages,
         )
-        for gated, table in ((True, linear.GATED), (False, linear.NARROW))
+        for place, table in linear.TILES.items()
         for rows, tiles in table.items()
+        for split in ((False, True) if tiles.load else (False,))
     },
     "prepare": (step.prepare_kernel, PREPARE, {"PAGE": 64, "BLOCKS": 16, "LISTS": True}, 1, 3),
     "advance": (

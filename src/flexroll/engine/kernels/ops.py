@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from flexroll.engine.kernels.linear import Tiles, linear_kernel, tiles_for
+from flexroll.engine.kernels.linear import Tiles, product, tiles_for
 from flexroll.engine.kernels.norm import add_norm_kernel, silu_mul_kernel
 from flexroll.engine.kernels.pdl import launch_options
 from flexroll.engine.kernels.rope_store import rope_store_kernel
@@ -61,18 +61,15 @@ class TritonOps(TorchOps):
         return x, out
 
     def linear(self, key: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self.tensors[f"{key}.weight"]
-        tiles = None
-        if f"{key}.weight" not in self.low_rank and f"{key}.bias" not in self.tensors:
-            tiles = tiles_for(x, weight, gated=False)
-        return super().linear(key, x) if tiles is None else self._product(x, weight, tiles, gated=False)
+        tiles = self._tiles(key, x)
+        if tiles is None:
+            return super().linear(key, x)
+        return product(x, self.tensors[f"{key}.weight"], tiles, gated=False, **self.launch)
 
     def gated(self, key: str, x: torch.Tensor) -> torch.Tensor:
-        weight = self.tensors[f"{key}.weight"]
-        if f"{key}.weight" not in self.low_rank and f"{key}.bias" not in self.tensors:
-            tiles = tiles_for(x, weight, gated=True)
-            if tiles is not None:
-                return self._product(x, weight, tiles, gated=True)
+        tiles = self._tiles(key, x)
+        if tiles is not None:
+            return product(x, self.tensors[f"{key}.weight"], tiles, gated=True, **self.launch)[0]
         both = super().linear(key, x)
         n, width = both.shape[0], both.shape[1] // 2
         out = torch.empty(n, width, dtype=x.dtype, device=x.device)
@@ -114,31 +111,13 @@ class TritonOps(TorchOps):
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         weight = self.tensors["head"]
-        tiles = tiles_for(hidden, weight, gated=False)
-        if tiles is None or tiles.splits > 1:
+        tiles = tiles_for("head", hidden, weight)
+        if tiles is None:
             return F.linear(hidden, weight)
-        return self._product(hidden, weight, tiles, gated=False)[0]
+        return product(hidden, weight, tiles, gated=False, **self.launch)[0]
 
-    def _product(self, x: torch.Tensor, weight: torch.Tensor, tiles: Tiles, gated: bool) -> torch.Tensor:
-        m, k = x.shape
-        n = weight.shape[0] // 2 if gated else weight.shape[0]
-        dtype = x.dtype if tiles.splits == 1 else torch.float32
-        y = torch.empty(tiles.splits, m, n, dtype=dtype, device=x.device)
-        grid = (n // tiles.n, tiles.splits, triton.cdiv(m, tiles.m))
-        linear_kernel[grid](
-            x,
-            weight,
-            y,
-            m,
-            n,
-            k,
-            BLOCK_M=tiles.m,
-            BLOCK_N=tiles.n,
-            BLOCK_K=tiles.k,
-            SPLIT_K=tiles.splits,
-            GATED=gated,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **self.launch,
-        )
-        return y[0] if gated else y
+    def _tiles(self, key: str, x: torch.Tensor) -> Tiles | None:
+        """How to cut the product with that weight; None where something is added to it, or the library is faster."""
+        if f"{key}.weight" in self.low_rank or f"{key}.bias" in self.tensors:
+            return None
+        return tiles_for(key.rpartition(".")[2], x, self.tensors[f"{key}.weight"])

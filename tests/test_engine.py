@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -216,6 +219,30 @@ def test_buckets_are_a_matter_of_speed_alone(qwen3):
         engine = tiny_engine(qwen3, buckets=buckets)
         assert engine.buckets == padded
         assert ids(engine.generate(prompts, GREEDY)) == expected
+
+
+def test_nothing_runs_first_within_a_graph(qwen3, monkeypatch):
+    """Kernels are chosen and compiled by a product's shape, and nothing can be compiled while a graph is recorded."""
+    engine = tiny_engine(qwen3, max_prefill_tokens=200, buckets=[1, 2])
+    warm, recorded = set(), set()
+    seen = warm
+    linear = torch.nn.functional.linear
+
+    def spy(x, weight, *rest):
+        seen.add((tuple(x.shape), tuple(weight.shape)))
+        return linear(x, weight, *rest)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", spy)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(pool=lambda: None))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *_, **__: contextlib.nullcontext())
+    parts = [*engine._steps.values(), engine._prefill]
+    for part in parts:
+        part.warm_up()
+    seen = recorded
+    for part in parts:
+        part.capture(None)
+    assert {rows for (rows, _), _ in recorded} >= {1, 2, 4, 64, 128, 192}
+    assert recorded <= warm
 
 
 def test_unknown_kernel_option_is_named(qwen3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -49,24 +50,34 @@ class Prefill:
                 self._graphs[size].replay()
 
     def warm_up(self) -> None:
-        """Compile attention for every length, on the padding slot."""
+        """Run a pass of every length and of every size to be recorded, on the padding slot.
+
+        Kernels go by the number of tokens too, and none can be compiled while a graph is recorded.
+        """
         for length in self.lengths:
-            held = self._pass(length)
-            held.stage([])
-            held.run(min(length, 64))
+            self._pad(length, min(length, 64))
+        for size in self._recorded:
+            self._pad(GRAPH_ROWS * size, size)
 
     def capture(self, pool: tuple[int, int] | None) -> None:
         """Record the short passes as CUDA graphs in the given memory pool."""
-        for size in reversed(GRAPH_TOKENS):
-            if GRAPH_ROWS * size > self.lengths[-1]:
-                continue
-            held = self._pass(GRAPH_ROWS * size)
-            held.stage([])
+        for size in reversed(self._recorded):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                held.run(size)
+            self._pad(GRAPH_ROWS * size, size, torch.cuda.graph(graph, pool=pool))
             self._graphs[size] = graph
         self._graphs = dict(sorted(self._graphs.items()))
+
+    @property
+    def _recorded(self) -> list[int]:
+        """Tokens of the passes that are worth a graph and fit the longest attention."""
+        return [size for size in GRAPH_TOKENS if GRAPH_ROWS * size <= self.lengths[-1]]
+
+    def _pad(self, rows: int, n_tokens: int, within: contextlib.AbstractContextManager | None = None) -> None:
+        """A pass of padding only."""
+        held = self._pass(rows)
+        held.stage([])
+        with within or contextlib.nullcontext():
+            held.run(n_tokens)
 
     def _fitting(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         """The chunks in passes that the longest length holds."""

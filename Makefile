@@ -1,10 +1,12 @@
 # `make demo` and `make test` need python3 (3.11 to 3.13), git, make and g++, and do all their own set-up.
-#   make demo [STACKS=torch2.11]    the whole pipeline on the embedded model, on a CPU
+#   make demo [STACKS=torch2.11] [PROFILE=podman]    the whole pipeline on the embedded model, on a CPU
+#   make images [RUNTIME=podman] [VARIANT=cpu] [BASE=IMAGE]    build, test and record the container images
 #   make test                       all tests, in the driver environment and in every stack
 #   make stack STACK=torch2.11      install one stack;  make setup: the driver environment and all stacks
 SHELL := /bin/bash
 PYTHON ?= python3
 STACKS ?=
+PROFILE ?= native
 unexport PYTHONPATH PYTHONHOME
 export PYTHONNOUSERSITE := 1
 export UV_SYSTEM_CERTS := 1
@@ -14,17 +16,26 @@ COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-h
 ALONE := flock .cache/run.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test driver setup stack lock schema lint format plan clean distclean
+.PHONY: help demo images test driver setup stack lock schema lint format plan clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo:
+ifeq ($(PROFILE),native)
 	@$(SETUP) $(if $(STACKS),"$(STACKS)",--all)
+else
+	@test -d "profiles/$(PROFILE)" || { echo "no profile '$(PROFILE)'; known: $$(ls profiles | xargs)" >&2; exit 2; }
+	@$(MAKE) --no-print-directory images RUNTIME=$(filter apptainer podman docker,$(PROFILE))
+endif
 	@flock --nonblock .cache/run.lock true || echo "[demo] another run of this tree has not ended; waiting for it"
-	@$(ALONE) .venv/bin/snakemake --profile profiles/native --nolock --cores all \
+	@$(ALONE) .venv/bin/snakemake --workflow-profile profiles/$(PROFILE) --nolock --cores all \
 	  --configfile workflow/presets/demo.yaml $(if $(STACKS),--config "stacks=$(STACKS)")
 	@echo "[demo] done: results/demo/results.md"
+
+images: driver
+	@.venv/bin/flexroll images $(if $(RUNTIME),--runtime "$(RUNTIME)") $(if $(VARIANT),--variant "$(VARIANT)") \
+	  $(if $(BASE),--base "$(BASE)")
 
 test:
 	@$(SETUP) --all
@@ -47,7 +58,9 @@ stack:
 lock: export PATH := $(CURDIR)/.venv/bin:$(PATH)
 lock: driver
 	$(COMPILE) requirements.in -o requirements.lock
-	@set -e; for folder in containers/*/; do for kind in cpu cuda; do \
+	sed -n '/^uv==/,/^ *# via/p' requirements.lock > containers/uv.txt
+	cd containers/report && $(COMPILE) any.in -o any.lock
+	@set -e; for folder in containers/torch*/; do for kind in cpu cuda; do \
 	  echo "$$folder$$kind.lock"; \
 	  (cd $$folder && $(COMPILE) $$kind.in $$(test ! -f $$kind.overrides || echo --override $$kind.overrides) -o $$kind.lock); \
 	done; done
@@ -73,4 +86,4 @@ clean:
 	rm -rf work .cache .snakemake .pytest_cache .ruff_cache .hypothesis
 
 distclean: clean
-	rm -rf .venv .stacks
+	rm -rf .venv .stacks .images

@@ -26,3 +26,9 @@ rule all:
         # Named here so that a lost or cleared one (`flexroll retry`) is measured again though the document exists.
         MANIFESTS,
         DRIFT,
+
+
+# Not earlier: what needs no container (a dry run, a lint) needs no image either.
+onstart:
+    if NO_IMAGES:
+        raise WorkflowError(NO_IMAGES)

@@ -19,6 +19,7 @@ from flexroll.schema.cells import expand, jobs
 from flexroll.schema.load import load_config
 
 PARTS = ("Snakefile", "config.yaml", "workflow", "profiles", "containers", "report", "src")
+NATIVE = ("--workflow-profile", "profiles/native")
 FOLDERS = ("adapter", "merged", "figures")
 
 
@@ -49,7 +50,10 @@ def snakemake(tree: Path, *arguments: str) -> tuple[int, str]:
 
 def planned(tree: Path, *arguments: str) -> dict[str, set[str]]:
     """{rule: values of its wildcard} of the jobs that a dry run lists."""
-    code, output = snakemake(tree, "-n", *(arguments or ("--config", "preset=demo")))
+    arguments = arguments or ("--config", "preset=demo")
+    if "--workflow-profile" not in arguments:
+        arguments = (*NATIVE, *arguments)
+    code, output = snakemake(tree, "-n", *arguments)
     assert code == 0, output
     found: dict[str, set[str]] = {}
     for block in re.split(r"\n(?=(?:rule|localrule) )", output):
@@ -83,7 +87,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
     """A copy in which the demo is over: every output exists, with Snakemake's own record of it."""
     tree = tmp_path_factory.mktemp("finished") / "tree"
     shutil.copytree(fresh, tree)
-    _, listing = snakemake(tree, "-n", "--config", "preset=demo")
+    _, listing = snakemake(tree, "-n", *NATIVE, "--config", "preset=demo")
     for line in re.findall(r"^    output: (.+)$", listing, re.M):
         for name in line.split(", "):
             path = tree / name
@@ -92,7 +96,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
                 path = path / "content"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("x\n")
-    code, output = snakemake(tree, "--touch", "--forceall", "--cores", "4", "--config", "preset=demo")
+    code, output = snakemake(tree, *NATIVE, "--touch", "--forceall", "--cores", "4", "--config", "preset=demo")
     assert code == 0, output
     assert planned(tree) == {}
     return tree
@@ -215,7 +219,8 @@ def test_another_torch_version_is_another_folder(tree: Path) -> None:
 
 
 def test_profile_and_config_path_rerun_no_benchmark(tree: Path) -> None:
-    assert planned(tree, "--profile", "profiles/native", "--config", "preset=demo") == {}
+    for profile in sorted(path.name for path in (tree / "profiles").iterdir()):
+        assert planned(tree, "--workflow-profile", f"profiles/{profile}", "--config", "preset=demo") == {}
     shutil.copy(tree / "workflow/presets/demo.yaml", tree / "mine.yaml")
     assert planned(tree, "--configfile", "mine.yaml") == {}
 
@@ -282,7 +287,7 @@ def test_lint(fresh: Path) -> None:
 
 @pytest.mark.skipif(provenance.device_class() != "cpu", reason="this machine has a GPU")
 def test_unfit_machine_is_named_before_anything_runs(fresh: Path) -> None:
-    code, output = snakemake(fresh, "--cores", "1")
+    code, output = snakemake(fresh, *NATIVE, "--cores", "1")
     assert code != 0
     assert "make demo" in output
     assert not (fresh / "work/b200/model.json").exists()

@@ -21,7 +21,7 @@ import psutil
 PARTS = ("Snakefile", "config.yaml", "workflow", "profiles", "containers", "report", "src")
 GENERATE = "torch2.11-transformers_generate-none-default-s1"
 FLEX = "torch2.11-flex-none-eager-s1"
-COMMAND = [sys.executable, "-m", "snakemake", "--profile", "profiles/native", "--nolock", "--cores", "all"]
+COMMAND = [sys.executable, "-m", "snakemake", "--workflow-profile", "profiles/native", "--nolock", "--cores", "all"]
 
 pytestmark = [
     pytest.mark.slow,

@@ -11,6 +11,7 @@ import pytest
 from flexroll import launch, provenance
 from flexroll.bench import device
 from flexroll.errors import FlexrollError
+from flexroll.images import here
 from flexroll.schema.cells import expand, jobs
 from flexroll.schema.load import parse_config
 
@@ -146,9 +147,10 @@ def test_no_git_is_no_error(tmp_path):
 def test_the_stack_of_an_interpreter_is_its_stamp(tmp_path, monkeypatch):
     make_root(tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "venv"))
-    monkeypatch.setattr(launch, "IMAGE_FILE", tmp_path / "image.json")
+    monkeypatch.setattr(here, "IMAGE_FILE", tmp_path / "image.json")
     assert launch.running_stack() is None
-    (tmp_path / "image.json").write_text('{"stack": "s"}')
+    made_from = {"stack": "s", "variant": "cpu", "inputs": provenance.image_inputs(tmp_path, "s", "cpu")}
+    (tmp_path / "image.json").write_text(json.dumps(made_from))
     assert launch.running_stack() == "s"
     launch.enter_stack("s", tmp_path, ["plan"])  # already there: returns
     with pytest.raises(FlexrollError, match="bench needs stack t, but this is stack s"):

@@ -45,9 +45,12 @@ def entry(
 ) -> None:
     if stack:
         from flexroll.launch import enter_stack, without_stack
-        from flexroll.provenance import find_root
 
-        enter_stack(stack, find_root(), without_stack(sys.argv[1:]))
+        enter_stack(stack, _root(), without_stack(sys.argv[1:]))
+    else:
+        from flexroll.images.here import check_any
+
+        check_any()
 
 
 @app.command()
@@ -62,6 +65,20 @@ def profile(
     from flexroll.profile import as_markdown, profile_decode
 
     print(as_markdown(profile_decode(model, batch, length, dummy, {"attention": attention})))
+
+
+@app.command()
+def images(
+    names: Annotated[list[str] | None, typer.Argument(help="Stacks, or report; default: all.")] = None,
+    runtime: Annotated[str | None, typer.Option("--runtime", help="apptainer, podman or docker.")] = None,
+    variant: Annotated[str | None, typer.Option("--variant", help="cpu or cuda; default: this machine's.")] = None,
+    base: Annotated[str | None, typer.Option("--base", help="Image to start from.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Build also what is current.")] = False,
+) -> None:
+    """Build, test and record the container images."""
+    from flexroll.images.build import build_images
+
+    build_images(_root(), names or (), runtime, variant, base, force)
 
 
 @app.command()

@@ -10,19 +10,17 @@ from pathlib import Path
 from typing import NoReturn
 
 from flexroll.errors import FlexrollError
+from flexroll.images.here import check, image_file
+from flexroll.provenance import device_class, variant
 from flexroll.schema.load import known_stacks
 
-IMAGE_FILE = Path("/etc/flexroll-image.json")
 STAMP = "flexroll-stack.json"
 
 
 def running_stack() -> str | None:
-    """The stack this interpreter belongs to: its environment's stamp, else the container image's, else None."""
-    for path in (Path(sys.prefix) / STAMP, IMAGE_FILE):
-        name = _stack_named_in(path)
-        if name:
-            return name
-    return None
+    """The stack this interpreter belongs to: the container image's, else its environment's stamp's, else None."""
+    image = image_file()
+    return str(image["stack"]) if image else _stack_named_in(Path(sys.prefix) / STAMP)
 
 
 def require_stack(stack: str, command: str) -> None:
@@ -37,8 +35,9 @@ def enter_stack(stack: str, root: Path, arguments: Sequence[str]) -> None:
     """Return if this is the stack's interpreter, else replace this process by `python -m flexroll ARGUMENTS` in it.
 
     Raises:
-        FlexrollError: the stack is unknown, or not (completely) set up.
+        FlexrollError: the stack is unknown, or not (completely) set up, or this is another one's image.
     """
+    check(root, stack, variant(device_class()))
     if running_stack() == stack:
         return
     known = known_stacks(root)

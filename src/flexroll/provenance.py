@@ -20,6 +20,7 @@ from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, Job
 
 PACKAGE = "flexroll"
+GIT = "FLEXROLL_GIT"  # COMMIT or COMMIT+dirty
 SRC = Path(__file__).resolve().parents[1]
 
 
@@ -105,17 +106,27 @@ def variant(device: str) -> str:
     return "cpu" if device == "cpu" else "cuda"
 
 
+def image_inputs(root: Path, name: str, kind: str) -> dict[str, str]:
+    """{file under containers/: sha256} of what an image is made from, which is what a native environment is, too.
+
+    Args:
+        name: a stack, or "report". kind: "cpu", "cuda" or, of the report's image, "any".
+    """
+    folder = root / "containers"
+    if not (folder / name / f"{kind}.lock").exists():
+        raise FlexrollError(f"stack '{name}' has no {kind}.lock under {folder / name}; write it with `make lock`")
+    files = (f"{name}/{kind}.lock", f"{name}/Containerfile", "install.sh")
+    return {f: hashlib.sha256((folder / f).read_bytes()).hexdigest() for f in files if (folder / f).exists()}
+
+
+def differing(made_from: dict[str, str], tree: dict[str, str]) -> list[str]:
+    """Names of input files that are not the same in both."""
+    return sorted(name for name in made_from.keys() | tree.keys() if made_from.get(name) != tree.get(name))
+
+
 def lock_hash(root: Path, stack: str, device: str) -> str:
-    """Hash of the stack's lock for this device class, and of its Containerfile where there is one."""
-    folder = root / "containers" / stack
-    lock = folder / f"{variant(device)}.lock"
-    if not lock.exists():
-        raise FlexrollError(f"stack '{stack}' has no {lock.name} under {folder}; write it with `make lock`")
-    digest = hashlib.sha256(lock.read_bytes())
-    container = folder / "Containerfile"
-    if container.exists():
-        digest.update(b"\0Containerfile\0" + container.read_bytes())
-    return digest.hexdigest()
+    """Hash of what the stack's environment is made from on this device class: lock and Containerfile."""
+    return hash_json(image_inputs(root, stack, variant(device)))
 
 
 def cell_key(root: Path, cell: Cell, device: str, inputs: dict[str, str] | None = None) -> str:
@@ -155,7 +166,13 @@ def hash_json(value: Any) -> str:
 
 
 def git_state(root: Path) -> tuple[str | None, bool | None]:
-    """(commit, dirty) of the working tree; (None, None) where git cannot tell. Untracked files are not dirt."""
+    """(commit, dirty) of the working tree; (None, None) where git cannot tell. Untracked files are not dirt.
+
+    Images hold no git: there it is what the workflow found outside, in FLEXROLL_GIT.
+    """
+    commit, _, dirt = os.environ.get(GIT, "").partition("+")
+    if commit:
+        return commit, dirt == "dirty"
     try:
         commit = _git(root, "rev-parse", "HEAD")
         return commit, bool(_git(root, "status", "--porcelain", "--untracked-files=no", "--", "src", "containers"))

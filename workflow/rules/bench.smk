@@ -8,6 +8,8 @@ rule bench:
         f"results/{RUN}/raw/{{job}}/job.json",
     log:
         f"{LOGS}/bench-{{job}}.log",
+    container:
+        lambda wildcards: image(JOBS[wildcards.job].stack)
     # All cores: two measurements side by side spoil both.
     threads: workflow.cores
     resources:

@@ -1,10 +1,12 @@
 # The config in use, its jobs, what each of them reads, and what makes it stale. Only this file holds functions.
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import validate
 
 ROOT = Path(workflow.basedir)
@@ -13,6 +15,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from flexroll import provenance
 from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.errors import FlexrollError
+from flexroll.images import deploy
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs
 from flexroll.schema.load import load_config
@@ -24,10 +27,6 @@ os.environ.update(
     FLEXROLL_ROOT=str(ROOT),
 )
 os.environ.pop("PYTHONPATH", None)
-
-
-# Used with --software-deployment-method only; natively flexroll finds each stack's own environment.
-container: "containers/flexroll.sif"
 
 
 def read_config():
@@ -56,6 +55,29 @@ def read_config():
                 raise FlexrollError(f"--config stacks={name}: this config uses {', '.join(parsed.stacks)}")
     validate(parsed.model_dump(mode="json"), str(ROOT / "workflow" / "config.schema.json"), set_default=False)
     return str(path), parsed, only
+
+
+def use_images():
+    """Make ready for images: (runtime, None), or (None, why none can serve); (None, None) where all runs natively."""
+    settings = workflow.deployment_settings
+    if DeploymentMethod.APPTAINER not in settings.deployment_method:
+        os.environ.pop("FLEXROLL_DEPLOYMENT", None)
+        return None, None
+    wanted, arguments = deploy.split_runtime(settings.apptainer_args)
+    try:
+        runtime = deploy.choose_runtime(ROOT, [*STACKS, deploy.REPORT], provenance.variant(DEVICE), wanted)
+    except FlexrollError as error:
+        if shutil.which("apptainer") is None:
+            os.environ.update(deploy.look_alike(ROOT))  # Snakemake asks for Apptainer before anything can be said
+        return None, str(error)
+    settings.apptainer_args = " ".join([arguments, *deploy.binds(ROOT, Path.cwd(), Path(CONFIG_PATH), CONFIG)])
+    os.environ.update(deploy.environment(ROOT, runtime))
+    return runtime, None
+
+
+def image(name):
+    """The image of a stack or of the report, as `container:` wants it. Natively nobody reads it."""
+    return str(deploy.container(Path(os.path.relpath(ROOT)), RUNTIME, name)) if RUNTIME else f".images/{name}"
 
 
 def needs_warmup(job):
@@ -102,6 +124,7 @@ try:
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
+    RUNTIME, NO_IMAGES = use_images()
     PROMPTS = [needed_prompts(CONFIG), longest_prompt(CONFIG)]
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
     CODE = {

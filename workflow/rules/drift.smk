@@ -10,6 +10,8 @@ rule drift:
         f"results/{RUN}/drift/{{stack}}.json",
     log:
         f"{LOGS}/drift-{{stack}}.log",
+    container:
+        lambda wildcards: image(wildcards.stack)
     threads: workflow.cores
     resources:
         config=CONFIG_PATH,

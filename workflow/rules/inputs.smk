@@ -6,6 +6,8 @@ rule preflight:
         PREFLIGHT,
     log:
         f"{LOGS}/preflight.log",
+    container:
+        image(STACKS[0])
     resources:
         config=CONFIG_PATH,
         gpu=0,
@@ -20,6 +22,8 @@ rule model:
         f"work/{RUN}/model.json",
     log:
         f"{LOGS}/model.log",
+    container:
+        image(STACKS[0])
     resources:
         config=CONFIG_PATH,
         gpu=0,
@@ -38,6 +42,8 @@ rule prompts:
         f"work/{RUN}/prompts.json",
     log:
         f"{LOGS}/prompts.log",
+    container:
+        image(STACKS[0])
     resources:
         config=CONFIG_PATH,
         gpu=0,
@@ -58,6 +64,8 @@ rule adapter:
         directory(f"work/{RUN}/adapter"),
     log:
         f"{LOGS}/adapter.log",
+    container:
+        image(STACKS[0])
     resources:
         config=CONFIG_PATH,
         gpu=0,
@@ -78,6 +86,8 @@ rule merge:
         directory(f"work/{RUN}/merged"),
     log:
         f"{LOGS}/merge.log",
+    container:
+        image(STACKS[0])
     resources:
         config=CONFIG_PATH,
         gpu=0,

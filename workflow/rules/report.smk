@@ -11,6 +11,8 @@ rule analyse:
         analysis=f"results/{RUN}/analysis.json",
     log:
         f"{LOGS}/analyse.log",
+    container:
+        image(deploy.REPORT)
     resources:
         config=CONFIG_PATH,
         gpu=0,
@@ -33,6 +35,8 @@ rule report:
         figures=directory(f"results/{RUN}/figures"),
     log:
         f"{LOGS}/report.log",
+    container:
+        image(deploy.REPORT)
     resources:
         config=CONFIG_PATH,
         gpu=0,

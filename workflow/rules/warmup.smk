@@ -10,6 +10,8 @@ rule warmup:
         f"{LOGS}/warmup-{{engine}}.log",
     # Before all measurements.
     priority: 10
+    container:
+        lambda wildcards: image(ENGINES[wildcards.engine].stack)
     threads: workflow.cores
     resources:
         config=CONFIG_PATH,

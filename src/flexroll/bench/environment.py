@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 from flexroll.bench.device import visible_gpus
-from flexroll.launch import IMAGE_FILE
+from flexroll.images.here import digest
 from flexroll.provenance import backend_source_hash, device_class, git_state, lock_hash
 from flexroll.schema.records import Environment
 
@@ -28,7 +26,7 @@ def describe(root: Path, stack: str, backend: str) -> Environment:
     commit, dirty = git_state(root)
     return Environment(
         stack=stack,
-        image=image(),
+        image=digest(),
         python=platform.python_version(),
         platform=platform.platform(),
         cpu=cpu_name(),
@@ -44,18 +42,6 @@ def describe(root: Path, stack: str, backend: str) -> Environment:
         dirty=dirty,
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-
-
-def image() -> str:
-    """The image this process runs in: its digest if the image says so, else its name, else 'not containerised'."""
-    try:
-        data = json.loads(IMAGE_FILE.read_text())
-        return str(data.get("digest") or data.get("image") or data["stack"])
-    except (OSError, ValueError, KeyError, AttributeError):
-        pass
-    container = next((p for p in ("/.dockerenv", "/run/.containerenv", "/.singularity.d") if Path(p).exists()), None)
-    # A native environment that happens to sit in somebody's container is not one of this project's images.
-    return "not containerised" if container is None or sys.prefix != sys.base_prefix else "unnamed container"
 
 
 def package_versions() -> dict[str, str]:

@@ -1,0 +1,74 @@
+"""What the workflow needs to run its rules in images: which runtime, what is mounted, which variables pass."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from flexroll.images.here import DEPLOYMENT
+from flexroll.images.record import REPORT, choose_runtime, container
+from flexroll.provenance import GIT, git_state
+from flexroll.schema.config import Config
+
+__all__ = ["REPORT", "binds", "choose_runtime", "container", "environment", "look_alike", "split_runtime"]
+
+# All else of the caller's environment stays outside. FLEXROLL_PASS names more, separated by commas: HF_TOKEN, say.
+PASSED = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_HOME"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+    *("FLEXROLL_DEBUG", "TZ", "LANG"),
+)
+FOLDERS = ("HF_HOME", "HF_HUB_CACHE")  # of those, folders to mount
+ASKED = "FLEXROLL_PASS"
+# A CA bundle of the host, for downloads behind a proxy that intercepts TLS; mounted, so never part of an image.
+CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+
+
+def split_runtime(arguments: str) -> tuple[str | None, str]:
+    """(runtime that a profile asks for, the other arguments) of --apptainer-args."""
+    found = re.search(r"--runtime=(\S+)", arguments)
+    return (found.group(1), arguments.replace(found.group(), "").strip()) if found else (None, arguments)
+
+
+def binds(root: Path, cwd: Path, config_path: Path, config: Config) -> list[str]:
+    """--bind options: the tree where it is not the working folder, its src read-only, and what lies elsewhere."""
+    folders = [] if cwd == root else [f"{root}:{root}"]
+    folders.append(f"{root / 'src'}:{root / 'src'}:ro")
+    outside = [
+        config_path.absolute(),
+        config.model.path,
+        config.prompts.path,
+        *(os.environ.get(name) for name in FOLDERS),
+    ]
+    outside += [os.environ.get(name) for name in CA_VARIABLES]
+    for path in dict.fromkeys(str(path) for path in outside if path):
+        place = Path(path)
+        if place.is_absolute() and place.exists() and not place.is_relative_to(cwd):
+            folders.append(f"{place}:{place}" if path in _writable() else f"{place}:{place}:ro")
+    return [f"--bind {folder}" for folder in folders]
+
+
+def environment(root: Path, runtime: str) -> dict[str, str]:
+    """Variables for the workflow's process: PATH, and as APPTAINERENV_* those that reach the containers."""
+    commit, dirty = git_state(root)
+    inside = {name: os.environ[name] for name in (*PASSED, *CA_VARIABLES, *_asked()) if name in os.environ}
+    inside |= {"FLEXROLL_ROOT": str(root), DEPLOYMENT: "container"}
+    if commit:
+        inside[GIT] = f"{commit}+dirty" if dirty else commit
+    env = {f"APPTAINERENV_{name}": value for name, value in inside.items()} | {DEPLOYMENT: "container"}
+    return env if runtime == "apptainer" else env | look_alike(root)
+
+
+def look_alike(root: Path) -> dict[str, str]:
+    """PATH on which Snakemake finds this tree's stand-in for Apptainer."""
+    return {"PATH": os.pathsep.join([str(root / "workflow" / "bin"), os.environ.get("PATH", "")])}
+
+
+def _asked() -> list[str]:
+    return [name for name in re.split(r"[,\s]+", os.environ.get(ASKED, "")) if name]
+
+
+def _writable() -> set[str]:
+    return {os.environ[name] for name in FOLDERS if name in os.environ}

@@ -1,0 +1,115 @@
+"""What `make images` notes of each image: .images/<runtime>/<name>.json, outside git, for builds differ by machine.
+
+What is committed pins the inputs. The record is also what stands for the image in the workflow's `container:`; a SIF
+lies beside its record.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from flexroll.errors import FlexrollError
+from flexroll.provenance import differing, image_inputs
+from flexroll.schema.base import Strict
+
+REPORT = "report"  # the image without torch, for the table and the document
+Runtime = Literal["apptainer", "podman", "docker"]
+RUNTIMES: tuple[Runtime, ...] = ("apptainer", "podman", "docker")
+MAKE = "run `make images`"
+
+
+class ImageRecord(Strict):
+    """One image as it was built here.
+
+    digest: podman's and docker's image id, under which it is run; of a SIF the file's sha256. inputs: sha256 of each
+    file under containers/ that it was made from. sbom: file of the root, CycloneDX JSON.
+    """
+
+    name: str
+    variant: Literal["cpu", "cuda", "any"]
+    runtime: Runtime
+    runtime_version: str
+    reference: str = Field(description="What the runtime calls it; of a SIF its file, from the root.")
+    digest: str = Field(pattern=r"^sha256:[0-9a-f]{64}$")
+    inputs: dict[str, str]
+    base: str
+    base_digest: str | None = Field(None, description="What the base's tag stood for when this image was built.")
+    size_bytes: int
+    created: str
+    build_s: float
+    python: str
+    torch: str | None = None
+    sbom: str
+
+
+def record_path(root: Path, runtime: str, name: str) -> Path:
+    return root / ".images" / runtime / f"{name}.json"
+
+
+def read(root: Path, runtime: str, name: str) -> ImageRecord | None:
+    """The record of an image; None where there is none, or half of one."""
+    try:
+        return ImageRecord.model_validate_json(record_path(root, runtime, name).read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def variant_for(name: str, device_variant: str) -> str:
+    """The variant that an image must have on this kind of machine, "cpu" or "cuda"."""
+    return "any" if name == REPORT else device_variant
+
+
+def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | None:
+    """Why the recorded image cannot serve this tree on this kind of machine; None if it can."""
+    found = read(root, runtime, name)
+    if found is None:
+        return f"no image of {name} for {runtime}"
+    wanted = variant_for(name, device_variant)
+    if found.variant != wanted:
+        return f"the image of {name} is the {found.variant} variant and this machine needs {wanted}"
+    changed = differing(found.inputs, image_inputs(root, name, wanted))
+    if changed:
+        return f"the image of {name} was made from another containers/{changed[0]}"
+    if runtime != "apptainer":
+        return None
+    from flexroll.images.runtimes import sha256  # not above: it imports this module
+
+    try:
+        sif = (root / found.reference).stat()
+        # A SIF is gigabytes: it is read only where it was written after its record, as a copied tree's may be.
+        newer = sif.st_mtime_ns > record_path(root, runtime, name).stat().st_mtime_ns
+        same = sif.st_size == found.size_bytes and not (newer and sha256(root / found.reference) != found.digest)
+    except OSError:
+        return f"{found.reference} is gone"
+    return None if same else f"{found.reference} is not the file that was recorded"
+
+
+def choose_runtime(root: Path, names: list[str], device_variant: str, wanted: str | None) -> Runtime:
+    """The runtime whose images can serve all of `names`; `wanted` or, where that is None, the first that can.
+
+    Raises:
+        FlexrollError: `wanted` is no runtime, or an image is missing or not the tree's.
+    """
+    if wanted is not None and wanted not in RUNTIMES:
+        raise FlexrollError(f"no container runtime '{wanted}'; known: {', '.join(RUNTIMES)}")
+    problems = {
+        runtime: [p for p in (problem(root, runtime, name, device_variant) for name in names) if p]
+        for runtime in ([wanted] if wanted else RUNTIMES)
+    }
+    for runtime, found in problems.items():
+        if not found:
+            return runtime  # type: ignore[return-value]
+    built = [runtime for runtime in problems if any(read(root, runtime, name) for name in names)]
+    what = problems[built[0]][0] if built else "no container images here" + (f" for {wanted}" if wanted else "")
+    raise FlexrollError(
+        f"{what}: {MAKE}, or leave containers out with `--workflow-profile profiles/native`; `make demo` runs anywhere"
+    )
+
+
+def container(root: Path, runtime: str, name: str) -> Path:
+    """What the workflow's `container:` names: a SIF, or the record, which the look-alike reads."""
+    path = record_path(root, runtime, name)
+    return path.with_suffix(".sif") if runtime == "apptainer" else path

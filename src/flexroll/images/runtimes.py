@@ -1,0 +1,190 @@
+"""Podman, Docker and Apptainer: which of them works here, and how each builds and runs an image of this project."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexroll.errors import FlexrollError
+from flexroll.images.record import REPORT, RUNTIMES, Runtime, container
+
+CA = Path("/etc/ssl/certs/ca-certificates.crt")
+LOOK_ALIKE = Path("workflow") / "bin"
+
+
+@dataclass(frozen=True)
+class Built:
+    """A built image: what the runtime calls it, its digest, its size in bytes."""
+
+    reference: str
+    digest: str
+    size_bytes: int
+
+
+def find_runtime(root: Path, wanted: str | None) -> tuple[Runtime, str]:
+    """(runtime, version): the wanted one, or the first that works here.
+
+    Raises:
+        FlexrollError: it does not work, or none does; why, in one line.
+    """
+    if wanted is not None and wanted not in RUNTIMES:
+        raise FlexrollError(f"no container runtime '{wanted}'; known: {', '.join(RUNTIMES)}")
+    reasons = []
+    for runtime in [wanted] if wanted else RUNTIMES:
+        version, reason = _probe(root, runtime)
+        if version:
+            return runtime, version  # type: ignore[return-value]
+        reasons.append(reason)
+    hint = "" if wanted else "; or go without containers: `--workflow-profile profiles/native`"
+    raise FlexrollError(f"{'; '.join(reasons)}; install one of {', '.join(RUNTIMES)}{hint}")
+
+
+def _probe(root: Path, runtime: str) -> tuple[str | None, str]:
+    """(version, "") or (None, why it does not work)."""
+    if runtime == "apptainer":
+        path = os.pathsep.join(p for p in os.get_exec_path() if Path(p).resolve() != (root / LOOK_ALIKE).resolve())
+        program = shutil.which("apptainer", path=path)
+        command = [program or "apptainer", "--version"]
+    else:
+        program = shutil.which(runtime)
+        command = [runtime, "version", "--format", "{{.Server.Version}}" if runtime == "docker" else "{{.Version}}"]
+    if program is None:
+        return None, f"{runtime} is not installed"
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return None, f"{runtime} does not work here ({last_line(done.stderr)})"
+    return done.stdout.split()[-1], ""
+
+
+def last_line(text: str) -> str:
+    """The last line of a program's output that says something, shortened."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return (lines[-1] if lines else "no message")[:300]
+
+
+class Oci:
+    """Podman or Docker."""
+
+    def __init__(self, runtime: Runtime, root: Path) -> None:
+        self.runtime, self.root = runtime, root
+
+    def resolve_base(self, base: str) -> str | None:
+        """What the base's tag stands for now: its digest, fetched if it is not here; None for one without a digest."""
+        if self._inspect(base, "{{.Id}}") is None:
+            self._run(["pull", base], f"fetching the base image {base}")
+        digests = json.loads(self._inspect(base, "{{json .RepoDigests}}") or "[]") or []
+        named = [d for d in digests if not d.startswith("localhost/")]
+        return named[0].partition("@")[2] if named else self._inspect(base, "{{.Id}}")
+
+    def build(self, name: str, variant: str, base: str, inputs: str, wheels: Path | None) -> Built:
+        reference = f"localhost/flexroll/{name}:{variant}"
+        with tempfile.TemporaryDirectory() as folder:
+            line = ["build", "--file", f"containers/{name}/Containerfile", "--tag", reference]
+            line += ["--iidfile", f"{folder}/id", "--build-arg", f"BASE={base}"]
+            line += ["--build-arg", f"INPUTS={inputs}"]
+            line += [] if name == REPORT else ["--build-arg", f"VARIANT={variant}"]
+            line += ["--secret", f"id=ca,src={CA}"] if CA.exists() else []
+            if self.runtime == "podman":
+                line += ["--format", "oci", *(["--volume", f"{wheels}:/var/cache/uv"] if wheels else [])]
+            self._run([*line, "containers"], f"building the image of {name}")
+            digest = Path(folder, "id").read_text().strip()
+        digest = digest if digest.startswith("sha256:") else f"sha256:{digest}"
+        return Built(reference, digest, int(self._inspect(digest, "{{.Size}}") or 0))
+
+    def run(self, built: Built, command: list[str]) -> subprocess.CompletedProcess:
+        """Run without network or privileges, the tree read-only; as another user than the builder."""
+        line = [
+            self.runtime,
+            "run",
+            "--rm",
+            "--network=none",
+            "--user",
+            "65534:65534",
+            "--security-opt",
+            "label=disable",
+        ]
+        line += ["-v", f"{self.root / 'src'}:/flexroll/src:ro", "-e", "HOME=/tmp", "-e", "FLEXROLL_ROOT=/flexroll"]
+        line += ["-e", "PYTHONPATH=/flexroll/src", "-e", "PYTHONDONTWRITEBYTECODE=1", built.digest, *command]
+        return subprocess.run(line, capture_output=True, text=True)
+
+    def _inspect(self, reference: str, template: str) -> str | None:
+        done = subprocess.run(
+            [self.runtime, "image", "inspect", "--format", template, reference], capture_output=True, text=True
+        )
+        return None if done.returncode else done.stdout.strip()
+
+    def _run(self, arguments: list[str], what: str) -> None:
+        run_shown([self.runtime, *arguments], self.root, what)
+
+
+class Apptainer:
+    """A SIF from containers/image.def, which runs what the Containerfiles run."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def resolve_base(self, base: str) -> str | None:
+        """Apptainer tells no digest of a tag; of a file, its hash."""
+        path = Path(base.removeprefix("docker-archive:"))
+        return sha256(path) if path.is_file() else None
+
+    def build(self, name: str, variant: str, base: str, inputs: str, wheels: Path | None) -> Built:
+        target = container(self.root, "apptainer", name)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".part.sif")
+        kind, _, source = base.partition(":") if base.startswith("docker-archive:") else ("", "", base)
+        kind = kind or ("localimage" if Path(base).exists() else "docker")
+        values = {"NAME": name, "VARIANT": variant, "BOOTSTRAP": kind, "BASE": source, "CA": CA if CA.exists() else ""}
+        line = ["apptainer", "--nocolor", "build", "--force", *(["--fakeroot"] if _limited_root() else [])]
+        line += ["--mksquashfs-args", "-comp zstd -Xcompression-level 3"]
+        line += [part for key, value in values.items() for part in ("--build-arg", f"{key}={value}")]
+        line += ["--bind", f"{wheels}:/var/cache/uv"] if wheels else []
+        try:
+            run_shown([*line, str(part), "containers/image.def"], self.root, f"building the image of {name}")
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        return Built(str(target.relative_to(self.root)), sha256(target), target.stat().st_size)
+
+    def run(self, built: Built, command: list[str]) -> subprocess.CompletedProcess:
+        line = ["apptainer", "exec", "--cleanenv", "--containall", "--no-home"]
+        line += ["--bind", f"{self.root / 'src'}:/flexroll/src:ro", "--env", "FLEXROLL_ROOT=/flexroll,HOME=/tmp"]
+        line += ["--env", "PYTHONPATH=/flexroll/src", "--env", "PYTHONDONTWRITEBYTECODE=1"]
+        return subprocess.run([*line, str(self.root / built.reference), *command], capture_output=True, text=True)
+
+
+def _limited_root() -> bool:
+    """Whether this is root without all capabilities, as in most containers: Apptainer's builds as root want them all.
+
+    With --fakeroot they run in a user namespace, which has them; for other users that is what a build does anyway.
+    """
+    status = Path("/proc/self/status").read_text()
+    held = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and held != 2 ** (int(Path("/proc/sys/kernel/cap_last_cap").read_text()) + 1) - 1
+
+
+def run_shown(line: list[str], root: Path, what: str) -> None:
+    """Run with its output shown. Raises FlexrollError with its last words if it fails."""
+    tail: list[str] = []
+    with subprocess.Popen(line, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            print(f"    {text.rstrip()}", flush=True)
+            tail = [*tail[-40:], text]
+    if process.returncode < 0:
+        raise FlexrollError(f"{what} was stopped (signal {-process.returncode}); run `make images` again to go on")
+    if process.returncode:
+        full = any("no space left on device" in text.lower() for text in tail)
+        why = "no space left on the device; make room" if full else last_line("".join(tail))
+        raise FlexrollError(f"{what} failed: {why}; then run `make images` again")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"

@@ -1,0 +1,104 @@
+"""Runs inside an image, from the mounted tree: is it what it should be? Prints what is in it, as JSON, for the SBOM.
+
+Exit code 1 and one line a problem where something is wrong.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from flexroll.images.here import image_file
+from flexroll.provenance import differing
+
+# What a build must not leave behind.
+LEFTOVERS = ("/run/secrets/ca.crt", "/root/.cache", "/var/cache/uv/*", "/inputs/*", "/etc/pip.conf", "/root/.netrc")
+
+
+def contents() -> dict[str, Any]:
+    """{python, torch, packages: [{name, version, license}], debian: [{name, version, arch}]}."""
+    packages = [
+        {"name": d.metadata["Name"], "version": d.version, "license": d.metadata.get("License-Expression")}
+        for d in importlib.metadata.distributions()
+    ]
+    versions = {p["name"].lower(): p["version"] for p in packages}
+    return {
+        "python": platform.python_version(),
+        "torch": versions.get("torch"),
+        "packages": sorted(packages, key=lambda p: p["name"].lower()),
+        "debian": debian_packages(),
+    }
+
+
+def debian_packages() -> list[dict[str, str]]:
+    if not shutil.which("dpkg-query"):
+        return []
+    shown = subprocess.run(
+        ["dpkg-query", "--show", "--showformat", "${Package}\t${Version}\t${Architecture}\n"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [dict(zip(("name", "version", "arch"), row.split("\t"), strict=True)) for row in shown.stdout.splitlines()]
+
+
+def problems(name: str, variant: str, inputs: dict[str, str]) -> list[str]:
+    """What is wrong with this image as the one of that name, made from those inputs; [] if nothing is."""
+    found = []
+    data = image_file()
+    if data is None:
+        return ["there is no /etc/flexroll-image.json"]
+    if (data["stack"], data["variant"]) != (name, variant):
+        found.append(f"it says it is {data['stack']} ({data['variant']})")
+    found += [f"it was made from another containers/{file}" for file in differing(data["inputs"], inputs)]
+    if os.path.commonpath([sys.prefix, "/opt/flexroll"]) != "/opt/flexroll":
+        found.append(f"its Python is {sys.prefix}")
+    for pattern in LEFTOVERS:
+        root = Path("/")
+        found += [f"the build left {path}" for path in sorted(root.glob(pattern[1:]))[:1]]
+    return found + (report_problems() if name == "report" else stack_problems())
+
+
+def report_problems() -> list[str]:
+    try:
+        import flexroll.report.render  # noqa: F401  the image exists to import it
+    except ImportError as error:
+        return [f"the report's modules cannot be imported: {error}"]
+    return ["torch is in it"] if importlib.util.find_spec("torch") else []
+
+
+def stack_problems() -> list[str]:
+    """torch computes, and what torch.compile builds here gives the same."""
+    import torch
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x.sin() * 2
+
+    x = torch.arange(8.0)
+    if not torch.equal(double(x) / 2, x.sin()):
+        return ["torch computes wrong results"]
+    try:
+        compiled = torch.compile(double)(x)
+    except Exception as error:
+        return [f"torch.compile fails: {str(error).splitlines()[0][:200]}"]
+    return [] if torch.allclose(compiled, double(x)) else ["torch.compile computes wrong results"]
+
+
+def main(name: str, variant: str, inputs: str) -> int:
+    wrong = problems(name, variant, json.loads(inputs))
+    for line in wrong:
+        print(line, file=sys.stderr)
+    print(json.dumps(contents()))
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -60,7 +60,7 @@ lock: driver
 	$(COMPILE) requirements.in -o requirements.lock
 	sed -n '/^uv==/,/^ *# via/p' requirements.lock > containers/uv.txt
 	cd containers/report && $(COMPILE) any.in -o any.lock
-	@set -e; for folder in containers/torch*/; do for kind in cpu cuda; do \
+	@set -e; for file in containers/*/requirements.in; do folder=$$(dirname $$file)/; for kind in cpu cuda; do \
 	  echo "$$folder$$kind.lock"; \
 	  (cd $$folder && $(COMPILE) $$kind.in $$(test ! -f $$kind.overrides || echo --override $$kind.overrides) -o $$kind.lock); \
 	done; done

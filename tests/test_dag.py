@@ -196,9 +196,10 @@ def test_comments_and_docstrings_rerun_nothing(tree: Path) -> None:
     assert planned(tree) == {}
 
 
-def test_a_lock_reruns_its_stack_only(tree: Path) -> None:
-    for kind in ("cpu", "cuda"):
-        edit(tree / f"containers/torch2.9.1/{kind}.lock", "# a change\n")
+@pytest.mark.parametrize("files", [("cpu.lock", "cuda.lock"), ("Containerfile",)])
+def test_a_lock_or_containerfile_reruns_its_stack_only(tree: Path, files: tuple[str, ...]) -> None:
+    for file in files:
+        edit(tree / "containers/torch2.9.1" / file, "# a change\n")
     plan = planned(tree)
     assert plan["bench"] == {job for job in demo_jobs(tree) if job.startswith("torch2.9.1-")}
     assert plan["drift"] == {"torch2.9.1"}

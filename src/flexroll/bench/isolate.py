@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 from flexroll.bench.environment import cores
+from flexroll.images.here import image_file
 from flexroll.provenance import SRC
 
 
 def worker_env(root: Path, stack: str, device: str) -> dict[str, str]:
     """The worker's environment: compile caches a stack and device, no network, no user site, this package."""
-    cache = (root / ".cache" / f"{stack}-{file_name(device)}").resolve()
+    # What a compiler built against an image's libraries is no use to the host's, and the other way round.
+    place = f"{stack}-{file_name(device)}" + ("-image" if image_file() else "")
+    cache = (root / ".cache" / place).resolve()
     env = dict(os.environ)
     env |= {
         "PYTHONPATH": str(SRC),

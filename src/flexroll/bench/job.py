@@ -19,6 +19,7 @@ from flexroll.bench.process import Stopped
 from flexroll.bench.supervisor import CellResult, Supervisor
 from flexroll.bench.task import Task
 from flexroll.errors import FlexrollError
+from flexroll.images.here import bill_of_materials
 from flexroll.provenance import cell_key, device_class, variant
 from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
@@ -50,6 +51,7 @@ def bench(
         kept = len(job.cells) - len(cells)
         say(f"{job.name}: {len(cells)} cells to measure" + (f", {kept} kept" if kept else ""))
         environment = describe(root, stack, job.backend)
+        _keep_bill(root, raw.parent / "sbom")
 
         def report(index: int, result: CellResult) -> None:
             cell = cells[index]
@@ -101,6 +103,13 @@ def warmup(config: Config, name: str, *, work: Path, out: Path, root: Path, back
     }
     write_json(out, json.dumps(summary, indent=1) + "\n")
     say(f"warm-up of {job.engine}: {summary['status']} {summary['reason']}".rstrip())
+
+
+def _keep_bill(root: Path, folder: Path) -> None:
+    """Put the image's bill of materials beside the results: the image may be gone before they are."""
+    bill = bill_of_materials(root)
+    if bill is not None:
+        write_json(folder / bill.name, bill.read_text())
 
 
 def is_measured(path: Path, key: str) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flexroll.bench.console import say
 from flexroll.errors import FlexrollError
-from flexroll.images.record import REPORT, ImageRecord, problem, read, record_path, variant_for
+from flexroll.images.here import bill_suffix
+from flexroll.images.record import REPORT, ImageRecord, build_inputs, problem, read, record_path, variant_for
 from flexroll.images.runtimes import Apptainer, Built, Oci, find_runtime, last_line
 from flexroll.images.sbom import bill_of_materials
 from flexroll.provenance import device_class, hash_json, image_inputs
@@ -72,15 +73,14 @@ def _current(root: Path, runtime: str, name: str, wanted: str) -> bool:
 
 def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: str) -> ImageRecord:
     maker = Apptainer(root) if runtime == "apptainer" else Oci(runtime, root)  # type: ignore[arg-type]
-    inputs = image_inputs(root, name, kind)
-    record_path(root, runtime, name).unlink(missing_ok=True)  # half of a new image is no longer the old one
+    inputs, before = image_inputs(root, name, kind), read(root, runtime, name)
     begun = time.monotonic()
     base_digest = maker.resolve_base(base)
     say(f"{name} ({kind}): building on {base}" + (f" ({base_digest[:19]})" if base_digest else ""))
     built = maker.build(name, kind, base, hash_json(inputs), _wheels())
     build_s = time.monotonic() - begun
     contents = _self_test(maker, built, name, kind, inputs)
-    sbom = Path(".images") / "sbom" / f"{name}-{built.digest.removeprefix('sha256:')[:12]}.cdx.json"
+    sbom = Path(".images") / "sbom" / f"{name}-{bill_suffix(built.digest)}"
     write_json(root / sbom, bill_of_materials(name, built.digest, contents))
     record = ImageRecord(
         name=name,
@@ -89,7 +89,7 @@ def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: s
         runtime_version=version,
         reference=built.reference,
         digest=built.digest,
-        inputs=inputs,
+        inputs=build_inputs(root, runtime, name, kind),
         base=base,
         base_digest=base_digest,
         size_bytes=built.size_bytes,
@@ -100,6 +100,8 @@ def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: s
         sbom=str(sbom),
     )
     write_json(record_path(root, runtime, name), record.model_dump_json(indent=1) + "\n")
+    if before and before.digest != record.digest and runtime != "apptainer":
+        say(f"{name}: the image it replaces is kept; `{runtime} image prune` frees {before.size_bytes / 1e9:.1f} GB")
     say(
         f"{name}: {record.digest[:19]}, {record.size_bytes / 1e9:.1f} GB in {build_s:.0f} s, self-test passed"
         f" (Python {record.python}{f', torch {record.torch}' if record.torch else ''})"

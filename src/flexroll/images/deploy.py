@@ -54,7 +54,7 @@ def environment(root: Path, runtime: str) -> dict[str, str]:
     """Variables for the workflow's process: PATH, and as APPTAINERENV_* those that reach the containers."""
     commit, dirty = git_state(root)
     inside = {name: os.environ[name] for name in (*PASSED, *CA_VARIABLES, *_asked()) if name in os.environ}
-    inside |= {"FLEXROLL_ROOT": str(root), DEPLOYMENT: "container"}
+    inside |= {"FLEXROLL_ROOT": str(root), DEPLOYMENT: "container", "MPLCONFIGDIR": str(root / ".cache" / "matplotlib")}
     if commit:
         inside[GIT] = f"{commit}+dirty" if dirty else commit
     env = {f"APPTAINERENV_{name}": value for name, value in inside.items()} | {DEPLOYMENT: "container"}

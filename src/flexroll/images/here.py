@@ -41,6 +41,17 @@ def digest() -> str:
         return f"unrecorded image of {data['stack']}"
 
 
+def bill_of_materials(root: Path) -> Path | None:
+    """The SBOM of this process's image as `make images` left it; None natively, or without one."""
+    value = digest()
+    return next((root / ".images" / "sbom").glob(f"*-{bill_suffix(value)}"), None) if ":" in value else None
+
+
+def bill_suffix(value: str) -> str:
+    """How the name of a digest's SBOM ends."""
+    return f"{value.removeprefix('sha256:')[:12]}.cdx.json"
+
+
 def check_any() -> None:
     """Refuse to go on outside of an image where the workflow runs in images.
 

@@ -6,6 +6,7 @@ lies beside its record.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Literal
 
@@ -19,6 +20,7 @@ REPORT = "report"  # the image without torch, for the table and the document
 Runtime = Literal["apptainer", "podman", "docker"]
 RUNTIMES: tuple[Runtime, ...] = ("apptainer", "podman", "docker")
 MAKE = "run `make images`"
+DEFINITION = "image.def"
 
 
 class ImageRecord(Strict):
@@ -62,6 +64,15 @@ def variant_for(name: str, device_variant: str) -> str:
     return "any" if name == REPORT else device_variant
 
 
+def build_inputs(root: Path, runtime: str, name: str, kind: str) -> dict[str, str]:
+    """As `image_inputs`, with what only this runtime's build reads."""
+    inputs = image_inputs(root, name, kind)
+    definition = root / "containers" / DEFINITION
+    if runtime == "apptainer" and definition.exists():
+        inputs[DEFINITION] = hashlib.sha256(definition.read_bytes()).hexdigest()
+    return inputs
+
+
 def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | None:
     """Why the recorded image cannot serve this tree on this kind of machine; None if it can."""
     found = read(root, runtime, name)
@@ -70,7 +81,7 @@ def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | N
     wanted = variant_for(name, device_variant)
     if found.variant != wanted:
         return f"the image of {name} is the {found.variant} variant and this machine needs {wanted}"
-    changed = differing(found.inputs, image_inputs(root, name, wanted))
+    changed = differing(found.inputs, build_inputs(root, runtime, name, wanted))
     if changed:
         return f"the image of {name} was made from another containers/{changed[0]}"
     if runtime != "apptainer":

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from flexroll.analysis.model import Analysis, CellRow, DriftRow, Result, VerdictRow
+from flexroll.images.here import bill_suffix
 from flexroll.report import text
 from flexroll.report.measured import references
 from flexroll.report.text import NONE, Table, cell
@@ -104,10 +105,15 @@ def _measured(v: VerdictRow) -> str:
     return f"{value} ({text.span(v.low, v.high, v.unit)})"
 
 
-def environment_table(analysis: Analysis) -> Table:
+def environment_table(analysis: Analysis, existing: set[str]) -> Table:
     """Stacks side by side; several values in one place mean that the run is mixed."""
     stacks = analysis.environments
-    facts: dict[str, list[list[str]]] = {"image": [e.image for e in stacks], "python": [e.python for e in stacks]}
+    facts: dict[str, list[list[str]]] = {"image": [e.image for e in stacks]}
+    facts["bill of materials"] = [
+        [f"[{name}]({name})" for name in sorted(existing) if any(name.endswith(bill_suffix(d)) for d in e.image)]
+        for e in stacks
+    ]
+    facts["python"] = [e.python for e in stacks]
     facts |= {name: [e.packages.get(name, []) for e in stacks] for name in PACKAGES}
     for name in ("device", "device_uuid", "driver", "cpu", "platform", "commit"):
         facts[name.replace("_", " ")] = [getattr(e, name) for e in stacks]

@@ -61,7 +61,7 @@ def _fill(template_dir: Path, values: dict[str, Any]) -> str:
 
 def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> dict[str, Any]:
     """Every value the template may use."""
-    found = (path for folder in ("raw", "drift") for path in results_dir.glob(f"{folder}/**/*.json"))
+    found = (path for folder in ("raw", "drift", "sbom") for path in results_dir.glob(f"{folder}/**/*.json"))
     existing = {path.relative_to(results_dir).as_posix() for path in found}
     topics: dict[str, list[VerdictRow]] = {}
     for verdict in analysis.verdicts:
@@ -73,7 +73,7 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "figures": figures,
         "summary": facts.summary(analysis),
         "claims": [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()],
-        "environments": facts.environment_table(analysis),
+        "environments": facts.environment_table(analysis, existing),
         "workload": facts.workload_table(analysis.config, analysis.results),
         "samplings": facts.sampling_lines(analysis.config),
         "prompt_hashes": sorted({c.prompts_sha256 for c in analysis.cells if c.prompts_sha256}),

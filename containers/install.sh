@@ -15,16 +15,17 @@ if [ -s /run/secrets/ca.crt ]; then
   export SSL_CERT_FILE=/run/secrets/ca.crt PIP_CERT=/run/secrets/ca.crt UV_SYSTEM_CERTS=1
 fi
 
-# torch.compile builds C++ on a CPU and Triton a small C module on a GPU, when jobs run: the compiler stays in.
+# torch.compile builds C++ on a CPU and Triton a small C module on a GPU, when jobs run: the compiler stays in. vLLM's CPU
+# build loads libnuma.
 if [ "$variant" != any ]; then
+  packages=libnuma1
+  command -v g++ > /dev/null || packages="$packages g++"
   headers=$(python3 -c 'import os, sysconfig; print(os.path.exists(sysconfig.get_path("include") + "/Python.h"))')
-  if ! command -v g++ > /dev/null || [ "$headers" != True ]; then
-    [ "$headers" = True ] && packages=g++ || packages="g++ python3-dev"
-    apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
-    apt-get clean
-    rm -rf /var/lib/apt/lists/*
-  fi
+  [ "$headers" = True ] || packages="$packages python3-dev"
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $packages
+  apt-get clean
+  rm -rf /var/lib/apt/lists/*
 fi
 
 python3 -m venv "$work/pip"

@@ -8,6 +8,7 @@ environment whose stamp is right is left alone, one whose installation was cut s
 from __future__ import annotations
 
 import argparse
+import ctypes.util
 import fcntl
 import glob
 import hashlib
@@ -185,7 +186,7 @@ def install_driver(python: str) -> None:
         launcher.chmod(0o755)
 
 
-def check_compiler() -> None:
+def check_system() -> None:
     """torch.compile builds C++ on the CPU and a small C module on a GPU; without them flex runs eagerly."""
     missing = [] if shutil.which("g++") else ["g++"]
     if not Path(subprocess_output("import sysconfig; print(sysconfig.get_path('include'))"), "Python.h").exists():
@@ -194,6 +195,8 @@ def check_compiler() -> None:
         say(
             f"warning: {' and '.join(missing)} not found: flex runs eagerly; `apt-get install g++ python3-dev` mends it"
         )
+    if variant() == "cpu" and ctypes.util.find_library("numa") is None:
+        say("warning: libnuma not found: vLLM cannot start; `apt-get install libnuma1` mends it")
 
 
 def subprocess_output(code: str) -> str:
@@ -235,7 +238,7 @@ def main() -> int:
             kind = variant()
             for name in known if options.all else wanted:
                 install(ROOT / ".stacks" / name, name, ROOT / "containers" / name / f"{kind}.lock", kind, python)
-            check_compiler()
+            check_system()
     except SetupError as error:
         print(f"[setup] error: {error}", file=sys.stderr)
         return 2

@@ -5,6 +5,7 @@ Exit code 1 and one line a problem where something is wrong.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -21,6 +22,7 @@ from flexroll.provenance import differing
 
 # What a build must not leave behind.
 LEFTOVERS = ("/run/secrets/ca.crt", "/root/.cache", "/var/cache/uv/*", "/inputs/*", "/etc/pip.conf", "/root/.netrc")
+EXTENSIONS = {"vllm": "vllm._C", "bitsandbytes": "bitsandbytes"}
 
 
 def contents() -> dict[str, Any]:
@@ -76,7 +78,7 @@ def report_problems() -> list[str]:
 
 
 def stack_problems() -> list[str]:
-    """torch computes, and what torch.compile builds here gives the same."""
+    """torch computes, what torch.compile builds here gives the same, and the engines' own libraries load."""
     import torch
 
     def double(x: torch.Tensor) -> torch.Tensor:
@@ -89,7 +91,22 @@ def stack_problems() -> list[str]:
         compiled = torch.compile(double)(x)
     except Exception as error:
         return [f"torch.compile fails: {str(error).splitlines()[0][:200]}"]
-    return [] if torch.allclose(compiled, double(x)) else ["torch.compile computes wrong results"]
+    if not torch.allclose(compiled, double(x)):
+        return ["torch.compile computes wrong results"]
+    return library_problems()
+
+
+def library_problems() -> list[str]:
+    """Compiled extensions that miss a system library: vLLM only warns of it, and fails when it starts."""
+    found = []
+    for package, extension in EXTENSIONS.items():
+        if importlib.util.find_spec(package):
+            try:
+                importlib.import_module(extension)
+            except ImportError as error:
+                if "libcuda" not in str(error):  # comes from the host's driver
+                    found.append(f"{extension} does not load: {error}")
+    return found
 
 
 def main(name: str, variant: str, inputs: str) -> int:

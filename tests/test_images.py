@@ -33,7 +33,7 @@ case $1 in
   pull) echo "pulling"; exit "${PULL:-0}" ;;
   build)
     while [ "$1" != --iidfile ]; do shift; done
-    [ "${CODE:-0}" = kill ] && kill -INT $$
+    [ "${CODE:-0}" = kill ] && kill -KILL $$
     printf '%s\\n' "${BUILD:-built}"
     [ "${CODE:-0}" = 0 ] || exit "$CODE"
     printf sha256:%064d "${ID:-1}" > "$2" ;;
@@ -98,7 +98,7 @@ def test_what_is_current_is_left_alone(tree, monkeypatch):
             "no space left on the device; make room",
         ),
         ({"CODE": "125", "BUILD": "one\nError: hash mismatch for torch"}, "failed: Error: hash mismatch for torch"),
-        ({"CODE": "kill"}, r"was stopped \(signal 2\); run `make images` again"),
+        ({"CODE": "kill"}, r"was stopped \(signal 9\); run `make images` again"),
         ({"WRONG": "torch.compile fails: no g\\+\\+"}, r"fails its self-test: torch.compile fails"),
     ],
 )

@@ -16,11 +16,12 @@ import pytest
 
 pytest.importorskip("snakemake")
 
-from container_tree import base_archive, check_records, copy_tree, snakemake, write_config
+from container_tree import MODEL, base_archive, check_records, snakemake, write_config
 from flexroll.errors import FlexrollError
-from flexroll.images.record import REPORT, ImageRecord, build_inputs, container, problem, read, record_path
-from flexroll.images.runtimes import find_runtime, sha256
+from flexroll.images.record import REPORT, ImageRecord, build_inputs, container, file_digest, problem, read, record_path
+from flexroll.images.runtimes import find_runtime
 from flexroll.schema.records import write_json
+from tree_copy import copy_tree
 
 STACK = "torch2.11"
 
@@ -43,7 +44,7 @@ def base(root: Path) -> Iterator[Path]:
 def tree(root: Path, base: Path) -> Iterator[Path]:
     """A copy of the tree in which the images of the report and of one stack were built."""
     with workspace(root, "tree") as tree, workspace(root, "build") as build:
-        copy_tree(root, tree)
+        copy_tree(root, tree, MODEL)
         line = [sys.executable, "-P", "-m", "flexroll", "images", REPORT, STACK]
         done = subprocess.run(
             [*line, "--runtime", "apptainer", "--variant", "cpu", "--base", base],
@@ -94,7 +95,7 @@ def test_built_and_recorded(tree: Path, base: Path, name: str, variant: str, tor
     assert record is not None
     sif = tree / record.reference
     assert sif == container(tree, "apptainer", name)
-    assert (record.digest, record.size_bytes) == (sha256(sif), sif.stat().st_size)
+    assert (record.digest, record.size_bytes) == (file_digest(sif), sif.stat().st_size)
     assert (record.variant, record.torch, record.base) == (variant, torch, str(base))
     parts = json.loads((tree / record.sbom).read_text())["components"]
     assert ("torch" in {part["name"] for part in parts}) == (torch is not None)

@@ -17,8 +17,8 @@ from flexroll import provenance
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs
 from flexroll.schema.load import load_config
+from tree_copy import copy_tree
 
-PARTS = ("Snakefile", "config.yaml", "workflow", "profiles", "containers", "report", "src")
 NATIVE = ("--workflow-profile", "profiles/native")
 FOLDERS = ("adapter", "merged", "figures")
 
@@ -72,14 +72,7 @@ def edit(path: Path, text: str) -> None:
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """A copy of the tree without results."""
-    tree = tmp_path_factory.mktemp("fresh") / "tree"
-    tree.mkdir()
-    for part in PARTS:
-        if (root / part).is_dir():
-            shutil.copytree(root / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(root / part, tree / part)
-    return tree
+    return copy_tree(root, tmp_path_factory.mktemp("fresh") / "tree")
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +17,8 @@ pytest.importorskip("snakemake")
 
 import psutil
 
-PARTS = ("Snakefile", "config.yaml", "workflow", "profiles", "containers", "report", "src")
+from tree_copy import copy_tree
+
 GENERATE = "torch2.11-transformers_generate-none-default-s1"
 FLEX = "torch2.11-flex-none-eager-s1"
 COMMAND = [sys.executable, "-m", "snakemake", "--workflow-profile", "profiles/native", "--nolock", "--cores", "all"]
@@ -35,12 +35,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory, root: Path) -> Path:
     """A copy of the tree on which the smoke preset was killed as soon as a first engine was measured."""
-    tree = tmp_path_factory.mktemp("smoke")
-    for part in PARTS:
-        if (root / part).is_dir():
-            shutil.copytree(root / part, tree / part, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy2(root / part, tree / part)
+    tree = copy_tree(root, tmp_path_factory.mktemp("smoke"))
     for linked in ("models", ".stacks"):
         (tree / linked).symlink_to(root / linked)
     first_try = subprocess.Popen(

@@ -20,9 +20,9 @@ import pytest
 pytest.importorskip("snakemake")
 
 from container_tree import (
+    MODEL,
     base_archive,
     check_records,
-    copy_tree,
     image_of,
     images,
     raw_records,
@@ -30,6 +30,7 @@ from container_tree import (
     snakemake_line,
     write_config,
 )
+from tree_copy import copy_tree
 
 STACKS = ["torch2.11", "torch2.9.1"]
 BASE = "localhost/flexroll-test-base:bookworm"
@@ -85,7 +86,7 @@ def gpu(podman):
 @pytest.fixture(scope="module")
 def tree(podman, gpu, root, tmp_path_factory):
     """A copy of the tree with its images, on which the run was killed after its first engine and then ended."""
-    tree = copy_tree(root, tmp_path_factory.mktemp("podman"))
+    tree = copy_tree(root, tmp_path_factory.mktemp("podman"), MODEL)
     images(tree, podman, BASE)
     config = write_config(tree, RUN, STACKS)
     line = snakemake_line(podman, config, "--nolock")
@@ -204,7 +205,7 @@ def test_a_full_disk_ends_a_build_in_one_line(tree, root, tmp_path, monkeypatch)
         monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(tmp_path / "storage.conf"))
         monkeypatch.setenv("TMPDIR", str(disk))
         subprocess.run(["podman", "import", str(base_archive(root)), BASE], check=True, capture_output=True)
-        small = copy_tree(root, tmp_path / "tree")
+        small = copy_tree(root, tmp_path / "tree", MODEL)
         with pytest.raises(AssertionError, match="no space left on the device; make room"):
             images(small, "podman", BASE, "report")
         assert not (small / ".images/podman/report.json").exists()

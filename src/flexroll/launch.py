@@ -11,7 +11,6 @@ from typing import NoReturn
 
 from flexroll.errors import FlexrollError
 from flexroll.images.here import check, image_file
-from flexroll.provenance import device_class, variant
 from flexroll.schema.load import known_stacks
 
 STAMP = "flexroll-stack.json"
@@ -37,7 +36,7 @@ def enter_stack(stack: str, root: Path, arguments: Sequence[str]) -> None:
     Raises:
         FlexrollError: the stack is unknown, or not (completely) set up, or this is another one's image.
     """
-    check(root, stack, variant(device_class()))
+    check(root, stack)
     if running_stack() == stack:
         return
     known = known_stacks(root)

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 VERSION = "1.4.0"  # the Apptainer whose options these are
 FLAGS = ("--nv", "--cleanenv", "-e", "--quiet", "--silent", "--no-home", "--containall")
-VALUED = ("--home", "--bind", "-B", "--pwd", "--cwd", "--env", "--runtime")
+VALUED = ("--home", "--bind", "-B", "--pwd", "--cwd", "--env")
 PREFIXES = ("APPTAINERENV_", "SINGULARITYENV_")
 DRIVER = Path("/proc/driver/nvidia/version")
 CDI = ("/etc/cdi", "/var/run/cdi")
@@ -98,7 +98,9 @@ def variables() -> dict[str, str]:
     return env
 
 
-def command_line(options: dict[str, list[str]], record: dict[str, str], command: list[str], name: str) -> list[str]:
+def command_line(
+    options: dict[str, list[str]], record: dict[str, str], command: list[str], env: dict[str, str], name: str
+) -> list[str]:
     """The runtime's command; the caller's variables go by name, for a command line is seen by every user."""
     runtime, here = record["runtime"], os.getcwd()
     home = options.get("--home", [here])[-1]
@@ -110,7 +112,7 @@ def command_line(options: dict[str, list[str]], record: dict[str, str], command:
     line += [*mounts(options, home), "-w", (options.get("--pwd") or options.get("--cwd") or [here])[-1]]
     line += gpus(runtime) if "--nv" in options else []
     own = [f"HOME={home}", f"FLEXROLL_IMAGE={record['digest']}", *options.get("--env", [])]
-    line += [part for variable in [*variables(), *own] for part in ("-e", variable)]
+    line += [part for variable in [*env, *own] for part in ("-e", variable)]
     return [*line, "--entrypoint", "bash", record["digest"], "-c", INIT, "flexroll", *command]
 
 
@@ -152,10 +154,12 @@ def main(arguments: list[str]) -> int:
     known = subprocess.run([runtime, "image", "inspect", record["digest"]], capture_output=True, text=True)
     if known.returncode:
         gone = "no such image" in known.stderr.lower() or "not known" in known.stderr.lower()
-        why = "it was removed, or built anew elsewhere" if gone else known.stderr.strip().splitlines()[-1:]
+        last = (known.stderr.strip().splitlines() or ["no message"])[-1]
+        why = "it was removed, or built anew elsewhere" if gone else last
         fail(f"{runtime} cannot use the image of {record['name']} ({record['digest'][:19]}): {why}; run `make images`")
     name = f"flexroll-{record['name']}-{uuid.uuid4().hex[:12]}"
-    return run(command_line(options, record, command, name), variables(), name)
+    env = variables()
+    return run(command_line(options, record, command, env, name), env, name)
 
 
 if __name__ == "__main__":

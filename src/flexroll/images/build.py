@@ -66,9 +66,7 @@ def _current(root: Path, runtime: str, name: str, wanted: str) -> bool:
     if problem(root, runtime, name, wanted):
         return False
     record = read(root, runtime, name)
-    if record is None or runtime == "apptainer":
-        return record is not None
-    return subprocess.run([runtime, "image", "inspect", record.digest], capture_output=True).returncode == 0
+    return runtime == "apptainer" or Oci(runtime, root).has(record.digest)
 
 
 def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: str) -> ImageRecord:

@@ -36,17 +36,14 @@ def binds(root: Path, cwd: Path, config_path: Path, config: Config) -> list[str]
     """--bind options: the tree where it is not the working folder, its src read-only, and what lies elsewhere."""
     folders = [] if cwd == root else [f"{root}:{root}"]
     folders.append(f"{root / 'src'}:{root / 'src'}:ro")
-    outside = [
-        config_path.absolute(),
-        config.model.path,
-        config.prompts.path,
-        *(os.environ.get(name) for name in FOLDERS),
-    ]
-    outside += [os.environ.get(name) for name in CA_VARIABLES]
-    for path in dict.fromkeys(str(path) for path in outside if path):
+    read = [config_path.absolute(), config.model.path, config.prompts.path]
+    read += [os.environ.get(name) for name in CA_VARIABLES]
+    outside = {str(path): ":ro" for path in read if path}
+    outside |= {os.environ[name]: "" for name in FOLDERS if name in os.environ}
+    for path, mode in outside.items():
         place = Path(path)
         if place.is_absolute() and place.exists() and not place.is_relative_to(cwd):
-            folders.append(f"{place}:{place}" if path in _writable() else f"{place}:{place}:ro")
+            folders.append(f"{place}:{place}{mode}")
     return [f"--bind {folder}" for folder in folders]
 
 
@@ -68,7 +65,3 @@ def look_alike(root: Path) -> dict[str, str]:
 
 def _asked() -> list[str]:
     return [name for name in re.split(r"[,\s]+", os.environ.get(ASKED, "")) if name]
-
-
-def _writable() -> set[str]:
-    return {os.environ[name] for name in FOLDERS if name in os.environ}

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flexroll import provenance
 from flexroll.errors import FlexrollError
-from flexroll.provenance import differing, image_inputs
 
 IMAGE_FILE = Path("/etc/flexroll-image.json")
 DEPLOYMENT = "FLEXROLL_DEPLOYMENT"  # "container" where the workflow runs its rules in images
@@ -65,11 +65,12 @@ def check_any() -> None:
         )
 
 
-def check(root: Path, name: str, device_variant: str) -> None:
+def check(root: Path, name: str, device_variant: str | None = None) -> None:
     """Refuse to go on in the wrong image, or outside of one where the workflow runs in images.
 
     Args:
-        name: the stack, or image, that the command needs.
+        name: the stack, or image, that the command needs. device_variant: "cpu" or "cuda"; default: this machine's,
+            which is asked for only inside of an image.
     Raises:
         FlexrollError: another image, another variant than this machine needs, or one made from other inputs than the
             tree's.
@@ -81,10 +82,11 @@ def check(root: Path, name: str, device_variant: str) -> None:
     if data["stack"] != name:
         raise FlexrollError(f"this is the image of {data['stack']}, the command needs that of {name}")
     variant = str(data.get("variant"))
+    device_variant = device_variant or provenance.variant(provenance.device_class())
     if variant not in ("any", device_variant):
         raise FlexrollError(
             f"this is the {variant} image of {name} and the machine needs {device_variant}; run `make images`"
         )
-    changed = differing(data.get("inputs", {}), image_inputs(root, name, variant))
+    changed = provenance.differing(data.get("inputs", {}), provenance.image_inputs(root, name, variant))
     if changed:
         raise FlexrollError(f"this image of {name} was made from another containers/{changed[0]}; run `make images`")

@@ -6,12 +6,12 @@ lies beside its record.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, ValidationError
 
+from flexroll.bench.checkpoint import sha256_file
 from flexroll.errors import FlexrollError
 from flexroll.provenance import differing, image_inputs
 from flexroll.schema.base import Strict
@@ -47,6 +47,18 @@ class ImageRecord(Strict):
     sbom: str
 
 
+def candidates(wanted: str | None) -> tuple[Runtime, ...]:
+    """The runtimes to consider, best first: the one that is wanted, or all. Raises FlexrollError: there is no such."""
+    if wanted is not None and wanted not in RUNTIMES:
+        raise FlexrollError(f"no container runtime '{wanted}'; known: {', '.join(RUNTIMES)}")
+    return RUNTIMES if wanted is None else (wanted,)  # type: ignore[return-value]
+
+
+def file_digest(path: Path) -> str:
+    """A file's sha256 in the form of an image's digest."""
+    return f"sha256:{sha256_file(path)}"
+
+
 def record_path(root: Path, runtime: str, name: str) -> Path:
     return root / ".images" / runtime / f"{name}.json"
 
@@ -69,7 +81,7 @@ def build_inputs(root: Path, runtime: str, name: str, kind: str) -> dict[str, st
     inputs = image_inputs(root, name, kind)
     definition = root / "containers" / DEFINITION
     if runtime == "apptainer" and definition.exists():
-        inputs[DEFINITION] = hashlib.sha256(definition.read_bytes()).hexdigest()
+        inputs[DEFINITION] = sha256_file(definition)
     return inputs
 
 
@@ -86,13 +98,11 @@ def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | N
         return f"the image of {name} was made from another containers/{changed[0]}"
     if runtime != "apptainer":
         return None
-    from flexroll.images.runtimes import sha256  # not above: it imports this module
-
     try:
         sif = (root / found.reference).stat()
         # A SIF is gigabytes: it is read only where it was written after its record, as a copied tree's may be.
         newer = sif.st_mtime_ns > record_path(root, runtime, name).stat().st_mtime_ns
-        same = sif.st_size == found.size_bytes and not (newer and sha256(root / found.reference) != found.digest)
+        same = sif.st_size == found.size_bytes and not (newer and file_digest(root / found.reference) != found.digest)
     except OSError:
         return f"{found.reference} is gone"
     return None if same else f"{found.reference} is not the file that was recorded"
@@ -104,15 +114,13 @@ def choose_runtime(root: Path, names: list[str], device_variant: str, wanted: st
     Raises:
         FlexrollError: `wanted` is no runtime, or an image is missing or not the tree's.
     """
-    if wanted is not None and wanted not in RUNTIMES:
-        raise FlexrollError(f"no container runtime '{wanted}'; known: {', '.join(RUNTIMES)}")
     problems = {
         runtime: [p for p in (problem(root, runtime, name, device_variant) for name in names) if p]
-        for runtime in ([wanted] if wanted else RUNTIMES)
+        for runtime in candidates(wanted)
     }
     for runtime, found in problems.items():
         if not found:
-            return runtime  # type: ignore[return-value]
+            return runtime
     built = [runtime for runtime in problems if any(read(root, runtime, name) for name in names)]
     what = problems[built[0]][0] if built else "no container images here" + (f" for {wanted}" if wanted else "")
     raise FlexrollError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flexroll.errors import FlexrollError
-from flexroll.images.record import REPORT, RUNTIMES, Runtime, container
+from flexroll.images.record import REPORT, RUNTIMES, Runtime, candidates, container, file_digest
 
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 LOOK_ALIKE = Path("workflow") / "bin"
@@ -34,13 +33,11 @@ def find_runtime(root: Path, wanted: str | None) -> tuple[Runtime, str]:
     Raises:
         FlexrollError: it does not work, or none does; why, in one line.
     """
-    if wanted is not None and wanted not in RUNTIMES:
-        raise FlexrollError(f"no container runtime '{wanted}'; known: {', '.join(RUNTIMES)}")
     reasons = []
-    for runtime in [wanted] if wanted else RUNTIMES:
+    for runtime in candidates(wanted):
         version, reason = _probe(root, runtime)
         if version:
-            return runtime, version  # type: ignore[return-value]
+            return runtime, version
         reasons.append(reason)
     hint = "" if wanted else "; or go without containers: `--workflow-profile profiles/native`"
     raise FlexrollError(f"{'; '.join(reasons)}; install one of {', '.join(RUNTIMES)}{hint}")
@@ -78,11 +75,15 @@ class Oci:
 
     def resolve_base(self, base: str) -> str | None:
         """What the base's tag stands for now: its digest, fetched if it is not here; None for one without a digest."""
-        if self._inspect(base, "{{.Id}}") is None:
+        if not self.has(base):
             self._run(["pull", base], f"fetching the base image {base}")
         digests = json.loads(self._inspect(base, "{{json .RepoDigests}}") or "[]") or []
         named = [d for d in digests if not d.startswith("localhost/")]
         return named[0].partition("@")[2] if named else self._inspect(base, "{{.Id}}")
+
+    def has(self, reference: str) -> bool:
+        """Whether the runtime holds an image of that name or id."""
+        return self._inspect(reference, "{{.Id}}") is not None
 
     def build(self, name: str, variant: str, base: str, inputs: str, wheels: Path | None) -> Built:
         reference = f"localhost/flexroll/{name}:{variant}"
@@ -134,7 +135,7 @@ class Apptainer:
     def resolve_base(self, base: str) -> str | None:
         """Apptainer tells no digest of a tag; of a file, its hash."""
         kind, source = self._source(base)
-        return sha256(Path(source)) if kind != "docker" and Path(source).is_file() else None
+        return file_digest(Path(source)) if kind != "docker" and Path(source).is_file() else None
 
     def build(self, name: str, variant: str, base: str, inputs: str, wheels: Path | None) -> Built:
         target = container(self.root, "apptainer", name)
@@ -153,7 +154,7 @@ class Apptainer:
             part.replace(target)
         finally:
             part.unlink(missing_ok=True)
-        return Built(str(target.relative_to(self.root)), sha256(target), target.stat().st_size)
+        return Built(str(target.relative_to(self.root)), file_digest(target), target.stat().st_size)
 
     @staticmethod
     def _source(base: str) -> tuple[str, str]:
@@ -196,8 +197,3 @@ def run_shown(line: list[str], root: Path, what: str, variables: dict[str, str] 
         full = any("no space left on device" in text.lower() for text in tail)
         why = "no space left on the device; make room" if full else last_line("".join(tail))
         raise FlexrollError(f"{what} failed: {why}; then run `make images` again")
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import re
 import stat
+from itertools import compress, product
 from pathlib import Path
 
 import pytest
 
+from container_tree import snakemake, write_config
 from flexroll import provenance
 from flexroll.errors import FlexrollError
 from flexroll.images import build, deploy, here, record, runtimes, selftest
 from flexroll.images.sbom import bill_of_materials
 from flexroll.schema.load import known_stacks, load_config
+from tree_copy import copy_tree
 
 CONTENTS = {
     "python": "3.12.1",
@@ -25,11 +28,19 @@ CONTENTS = {
     ],
     "debian": [{"name": "libc6", "version": "2.36-9+deb12u14", "arch": "amd64"}],
 }
-# A podman whose build prints BUILD's lines and ends as CODE says, and whose self-test prints TEST.
+# A podman whose build prints BUILD's lines and ends as CODE says, and whose self-test prints TEST. It holds all images
+# but those of GONE, or fails with FAULT's words where asked for one; its calls are noted in a file beside it.
 PODMAN = """#!/bin/sh
+echo "$*" >> "$0.calls"
 case $1 in
   version) echo 5.0 ;;
-  image) case "$*" in *Size*) echo 7 ;; *Repo*) echo '[]' ;; *) echo sha256:base ;; esac ;;
+  image)
+    [ -z "${FAULT:-}" ] || { printf '%s\\n' "$FAULT" >&2; exit 125; }
+    for word in ${GONE:-}; do
+      case $* in *$word*) echo "Error: inspecting object: $word: image not known" >&2; lost=125 ;; esac
+    done
+    [ -z "${lost:-}" ] || exit $lost
+    case "$*" in *Size*) echo 7 ;; *Repo*) echo '[]' ;; *) echo sha256:base ;; esac ;;
   pull) echo "pulling"; exit "${PULL:-0}" ;;
   build)
     while [ "$1" != --iidfile ]; do shift; done
@@ -115,8 +126,7 @@ def test_a_build_that_fails_leaves_the_old_record_and_one_line(tree, monkeypatch
 
 
 def test_an_interrupted_pull_of_the_base_is_one_line(tree, monkeypatch):
-    program = Path(runtimes.shutil.which("podman"))
-    program.write_text(PODMAN.replace("image) case", "image) exit 125; case"))
+    monkeypatch.setenv("FAULT", "Error: localhost/base: image not known")
     monkeypatch.setenv("PULL", "130")
     with pytest.raises(FlexrollError, match="fetching the base image localhost/base failed: pulling"):
         make(tree)
@@ -137,7 +147,7 @@ def test_an_image_of_other_inputs_is_refused(tree, file):
     (tree / "containers" / file).write_text("changed\n")
     assert record.problem(tree, "podman", "torch2.11", "cpu").endswith(f"was made from another containers/{file}")
     with pytest.raises(FlexrollError, match="make images"):
-        record.choose_runtime(tree, ["torch2.11"], "cpu", None)
+        deploy.choose_runtime(tree, ["torch2.11"], "cpu", None)
 
 
 def test_a_definition_file_makes_apptainers_images_alone_stale(tree):
@@ -155,13 +165,122 @@ def test_an_image_for_another_kind_of_machine_is_refused(tree):
 def test_the_runtime_is_the_first_that_has_every_image(tree):
     make(tree, "torch2.11")
     with pytest.raises(FlexrollError, match=r"no image of report for podman: run `make images`"):
-        record.choose_runtime(tree, ["torch2.11", "report"], "cpu", None)
+        deploy.choose_runtime(tree, ["torch2.11", "report"], "cpu", None)
     make(tree, "report")
-    assert record.choose_runtime(tree, ["torch2.11", "report"], "cpu", None) == "podman"
+    assert deploy.choose_runtime(tree, ["torch2.11", "report"], "cpu", None) == "podman"
     with pytest.raises(FlexrollError, match="no container images here for docker"):
-        record.choose_runtime(tree, ["torch2.11"], "cpu", "docker")
+        deploy.choose_runtime(tree, ["torch2.11"], "cpu", "docker")
     with pytest.raises(FlexrollError, match="no container runtime 'lxc'"):
-        record.choose_runtime(tree, ["torch2.11"], "cpu", "lxc")
+        deploy.choose_runtime(tree, ["torch2.11"], "cpu", "lxc")
+
+
+# Images that the runtime, not the tree, is asked for.
+
+IMAGES = ["torch2.11", "torch2.9.1", "report"]
+
+
+@pytest.fixture
+def built(tree, monkeypatch):
+    """The tree with all its images on podman, {name: digest}: each another's."""
+    for number, name in enumerate(IMAGES, 1):
+        monkeypatch.setenv("ID", str(number))
+        make(tree, name)
+    return {name: record.read(tree, "podman", name).digest for name in IMAGES}
+
+
+def asked(runtime="podman"):
+    """How often the runtime was asked for images since the last time."""
+    calls = Path(f"{runtimes.shutil.which(runtime)}.calls")
+    lines = calls.read_text().splitlines() if calls.exists() else []
+    calls.unlink(missing_ok=True)
+    return sum(line.startswith("image inspect --format {{.Id}}") for line in lines)
+
+
+@pytest.mark.parametrize("mask", product([False, True], repeat=3))
+def test_images_that_were_removed_are_named_and_built_anew(tree, built, monkeypatch, mask, capfd):
+    """Of any set of images: the message names those, and `make images` builds those and no other."""
+    gone = list(compress(IMAGES, mask))
+    monkeypatch.setenv("GONE", " ".join(built[name] for name in gone))
+    monkeypatch.setenv("ID", "9")
+    asked()
+    if gone:
+        words = f"podman has lost the image{'s' * (len(gone) > 1)} of {', '.join(gone)}: run `make images`, or "
+        with pytest.raises(FlexrollError, match=f"^{re.escape(words)}"):
+            deploy.choose_runtime(tree, IMAGES, "cpu", None)
+    else:
+        assert deploy.choose_runtime(tree, IMAGES, "cpu", None) == "podman" and asked() == 1
+    for name in IMAGES:  # what a run does not need may be gone
+        if name not in gone:
+            assert deploy.choose_runtime(tree, [name], "cpu", "podman") == "podman"
+    capfd.readouterr()
+    digests = {made.name: made.digest for made in make(tree, *IMAGES)}
+    assert digests == built | dict.fromkeys(gone, f"sha256:{9:064d}")
+    assert deploy.choose_runtime(tree, IMAGES, "cpu", None) == "podman"
+    assert "the image it replaces is kept" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("Error: database is locked\nError: exit status 1", "Error: database is locked"),
+        ("Error: inspecting object: layer not known", "Error: inspecting object: layer not known"),
+        ("", "no message"),
+    ],
+)
+def test_a_runtime_that_fails_has_lost_nothing(tree, built, monkeypatch, fault, words):
+    """Its own words are told, and nothing is built anew for them."""
+    monkeypatch.setenv("FAULT", fault or " ")
+    told = rf"^podman does not work here \({words}\)"
+    with pytest.raises(FlexrollError, match=f"{told}: run `make images`"):
+        deploy.choose_runtime(tree, IMAGES, "cpu", "podman")
+    with pytest.raises(FlexrollError, match=f"{told}$"):
+        make(tree)
+
+
+def test_a_runtime_that_is_no_longer_installed_is_named(tree, built, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    for wanted in (None, "podman"):
+        with pytest.raises(FlexrollError, match=r"^podman is not installed: run `make images`"):
+            deploy.choose_runtime(tree, IMAGES, "cpu", wanted)
+
+
+def test_a_runtime_is_asked_only_where_its_records_would_do(tree, built):
+    asked()
+    assert deploy.choose_runtime(tree, IMAGES, "cpu", None, ask=False) == "podman"
+    (tree / "containers/install.sh").write_text("changed\n")
+    with pytest.raises(FlexrollError, match=r"made from another containers/install\.sh"):
+        deploy.choose_runtime(tree, IMAGES, "cpu", None)
+    assert asked() == 0
+
+
+def test_the_next_runtime_serves_where_one_has_lost_an_image(tree, built, monkeypatch):
+    docker = Path(runtimes.shutil.which("podman")).with_name("docker")
+    docker.write_text(PODMAN)
+    docker.chmod(0o755)
+    monkeypatch.setenv("ID", "9")
+    build.build_images(tree, IMAGES, "docker", "cpu", "localhost/base")
+    asked("docker")
+    assert deploy.choose_runtime(tree, IMAGES, "cpu", None) == "podman" and asked("docker") == 0
+    monkeypatch.setenv("GONE", built["report"])
+    assert deploy.choose_runtime(tree, IMAGES, "cpu", None) == "docker"
+
+
+def test_a_workflow_names_what_was_removed_before_any_job(tree, root, tmp_path, monkeypatch):
+    """In one line; a process of Snakemake's own for a job asks for none."""
+    pytest.importorskip("snakemake")
+    whole = copy_tree(root, tmp_path / "whole", "models/tiny-gsm")
+    config = write_config(whole, "removed", ["torch2.11"])
+    build.build_images(whole, ("torch2.11",), "podman")
+    monkeypatch.setenv("ID", "2")
+    [report] = build.build_images(whole, ("report",), "podman")
+    monkeypatch.setenv("GONE", report.digest)
+    asked()
+    code, output = snakemake(whole, "podman", config, "--dry-run", "--mode", "subprocess", "--nolock")
+    assert code == 0 and asked() == 0, output
+    code, output = snakemake(whole, "podman", config)
+    assert code != 0 and not (whole / "work").exists() and "Traceback" not in output
+    [line] = [line for line in output.splitlines() if "make images" in line]
+    assert "podman has lost the image of report: run `make images`" in line
 
 
 def test_no_runtime_is_one_line(tree, monkeypatch):

@@ -65,7 +65,10 @@ def use_images():
         return None, None
     wanted, arguments = deploy.split_runtime(settings.apptainer_args)
     try:
-        runtime = deploy.choose_runtime(ROOT, [*STACKS, deploy.REPORT], provenance.variant(DEVICE), wanted)
+        # A job that Snakemake starts as a process of its own reads this file again, and has nothing to choose.
+        runtime = deploy.choose_runtime(
+            ROOT, [*STACKS, deploy.REPORT], provenance.variant(DEVICE), wanted, ask=workflow.is_main_process
+        )
     except FlexrollError as error:
         if shutil.which("apptainer") is None:
             os.environ.update(deploy.look_alike(ROOT))  # Snakemake asks for Apptainer before anything can be said

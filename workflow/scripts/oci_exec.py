@@ -153,7 +153,7 @@ def main(arguments: list[str]) -> int:
         fail(f"{runtime} is not installed, and the image of {record['name']} is {runtime}'s; see `make images`")
     known = subprocess.run([runtime, "image", "inspect", record["digest"]], capture_output=True, text=True)
     if known.returncode:
-        gone = "no such image" in known.stderr.lower() or "not known" in known.stderr.lower()
+        gone = any(words in known.stderr.lower() for words in ("no such image", "image not known"))
         last = (known.stderr.strip().splitlines() or ["no message"])[-1]
         why = "it was removed, or built anew elsewhere" if gone else last
         fail(f"{runtime} cannot use the image of {record['name']} ({record['digest'][:19]}): {why}; run `make images`")

@@ -66,7 +66,7 @@ def _current(root: Path, runtime: str, name: str, wanted: str) -> bool:
     if problem(root, runtime, name, wanted):
         return False
     record = read(root, runtime, name)
-    return runtime == "apptainer" or Oci(runtime, root).has(record.digest)
+    return runtime == "apptainer" or not Oci(runtime, root).lost([record.digest])
 
 
 def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: str) -> ImageRecord:
@@ -98,7 +98,7 @@ def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: s
         sbom=str(sbom),
     )
     write_json(record_path(root, runtime, name), record.model_dump_json(indent=1) + "\n")
-    if before and before.digest != record.digest and runtime != "apptainer":
+    if before and before.digest != record.digest and isinstance(maker, Oci) and maker.has(before.digest):
         say(f"{name}: the image it replaces is kept; `{runtime} image prune` frees {before.size_bytes / 1e9:.1f} GB")
     say(
         f"{name}: {record.digest[:19]}, {record.size_bytes / 1e9:.1f} GB in {build_s:.0f} s, self-test passed"

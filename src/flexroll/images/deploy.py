@@ -6,13 +6,16 @@ import os
 import re
 from pathlib import Path
 
+from flexroll.errors import FlexrollError
 from flexroll.images.here import DEPLOYMENT
-from flexroll.images.record import REPORT, choose_runtime, container
+from flexroll.images.record import REPORT, Runtime, candidates, container, problem, read
+from flexroll.images.runtimes import Oci
 from flexroll.provenance import GIT, git_state
 from flexroll.schema.config import Config
 
 __all__ = ["REPORT", "binds", "choose_runtime", "container", "environment", "look_alike", "split_runtime"]
 
+MAKE = "run `make images`"
 # All else of the caller's environment stays outside. FLEXROLL_PASS names more, separated by commas: HF_TOKEN, say.
 PASSED = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
@@ -24,6 +27,40 @@ FOLDERS = ("HF_HOME", "HF_HUB_CACHE")  # of those, folders to mount
 ASKED = "FLEXROLL_PASS"
 # A CA bundle of the host, for downloads behind a proxy that intercepts TLS; mounted, so never part of an image.
 CA_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+
+
+def choose_runtime(root: Path, names: list[str], device_variant: str, wanted: str | None, ask: bool = True) -> Runtime:
+    """The runtime whose images can serve all of `names`; `wanted` or, where that is None, the first that can.
+
+    Args:
+        ask: ask podman or docker whether it holds the images; else only their records are read.
+    Raises:
+        FlexrollError: `wanted` is no runtime, or an image is missing, not the tree's, or not to be had of its runtime.
+    """
+    problems: dict[Runtime, str] = {}
+    for runtime in candidates(wanted):
+        found = next(filter(None, (problem(root, runtime, name, device_variant) for name in names)), None)
+        if found is None and ask and runtime != "apptainer":
+            found = _not_held(root, runtime, names)
+        if found is None:
+            return runtime
+        problems[runtime] = found
+    built = [runtime for runtime in problems if any(read(root, runtime, name) for name in names)]
+    what = problems[built[0]] if built else "no container images here" + (f" for {wanted}" if wanted else "")
+    raise FlexrollError(
+        f"{what}: {MAKE}, or leave containers out with `--workflow-profile profiles/native`; `make demo` runs anywhere"
+    )
+
+
+def _not_held(root: Path, runtime: Runtime, names: list[str]) -> str | None:
+    """Why podman or docker cannot run the recorded images; None if it holds them all."""
+    digests = {name: record.digest for name in names if (record := read(root, runtime, name))}
+    try:
+        lost = Oci(runtime, root).lost(list(digests.values()))
+    except FlexrollError as error:
+        return str(error)
+    gone = [name for name, digest in digests.items() if digest in lost]
+    return f"{runtime} has lost the image{'s' if len(gone) > 1 else ''} of {', '.join(gone)}" if gone else None
 
 
 def split_runtime(arguments: str) -> tuple[str | None, str]:

@@ -19,7 +19,6 @@ from flexroll.schema.base import Strict
 REPORT = "report"  # the image without torch, for the table and the document
 Runtime = Literal["apptainer", "podman", "docker"]
 RUNTIMES: tuple[Runtime, ...] = ("apptainer", "podman", "docker")
-MAKE = "run `make images`"
 DEFINITION = "image.def"
 
 
@@ -86,7 +85,10 @@ def build_inputs(root: Path, runtime: str, name: str, kind: str) -> dict[str, st
 
 
 def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | None:
-    """Why the recorded image cannot serve this tree on this kind of machine; None if it can."""
+    """Why the recorded image cannot serve this tree on this kind of machine; None if it can.
+
+    Reads files alone: whether podman or docker still holds the image is theirs to say (`runtimes.Oci.lost`).
+    """
     found = read(root, runtime, name)
     if found is None:
         return f"no image of {name} for {runtime}"
@@ -106,26 +108,6 @@ def problem(root: Path, runtime: str, name: str, device_variant: str) -> str | N
     except OSError:
         return f"{found.reference} is gone"
     return None if same else f"{found.reference} is not the file that was recorded"
-
-
-def choose_runtime(root: Path, names: list[str], device_variant: str, wanted: str | None) -> Runtime:
-    """The runtime whose images can serve all of `names`; `wanted` or, where that is None, the first that can.
-
-    Raises:
-        FlexrollError: `wanted` is no runtime, or an image is missing or not the tree's.
-    """
-    problems = {
-        runtime: [p for p in (problem(root, runtime, name, device_variant) for name in names) if p]
-        for runtime in candidates(wanted)
-    }
-    for runtime, found in problems.items():
-        if not found:
-            return runtime
-    built = [runtime for runtime in problems if any(read(root, runtime, name) for name in names)]
-    what = problems[built[0]][0] if built else "no container images here" + (f" for {wanted}" if wanted else "")
-    raise FlexrollError(
-        f"{what}: {MAKE}, or leave containers out with `--workflow-profile profiles/native`; `make demo` runs anywhere"
-    )
 
 
 def container(root: Path, runtime: str, name: str) -> Path:

@@ -16,6 +16,8 @@ from flexroll.images.record import REPORT, RUNTIMES, Runtime, candidates, contai
 
 CA = Path("/etc/ssl/certs/ca-certificates.crt")
 LOOK_ALIKE = Path("workflow") / "bin"
+# How podman and docker say that they do not hold an image; a damaged one's "layer not known" is something else.
+UNKNOWN = ("image not known", "no such image")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,24 @@ class Oci:
         """Whether the runtime holds an image of that name or id."""
         return self._inspect(reference, "{{.Id}}") is not None
 
+    def lost(self, digests: list[str]) -> list[str]:
+        """Those of the digests that the runtime no longer holds; where it holds all, that takes one call.
+
+        Raises:
+            FlexrollError: it is not installed, or says something else than that it does not know an image.
+        """
+        if shutil.which(self.runtime) is None:
+            raise FlexrollError(f"{self.runtime} is not installed")
+        if self._ask("{{.Id}}", *digests).returncode == 0:
+            return []
+        return [digest for digest in digests if self._unknown(digest)]
+
+    def _unknown(self, digest: str) -> bool:
+        done = self._ask("{{.Id}}", digest)
+        if done.returncode and not any(words in done.stderr.lower() for words in UNKNOWN):
+            raise FlexrollError(f"{self.runtime} does not work here ({last_line(done.stderr)})")
+        return done.returncode != 0
+
     def build(self, name: str, variant: str, base: str, inputs: str, wheels: Path | None) -> Built:
         reference = f"localhost/flexroll/{name}:{variant}"
         with tempfile.TemporaryDirectory() as folder:
@@ -117,10 +137,12 @@ class Oci:
         return subprocess.run(line, capture_output=True, text=True)
 
     def _inspect(self, reference: str, template: str) -> str | None:
-        done = subprocess.run(
-            [self.runtime, "image", "inspect", "--format", template, reference], capture_output=True, text=True
-        )
+        done = self._ask(template, reference)
         return None if done.returncode else done.stdout.strip()
+
+    def _ask(self, template: str, *references: str) -> subprocess.CompletedProcess:
+        line = [self.runtime, "image", "inspect", "--format", template, *references]
+        return subprocess.run(line, capture_output=True, text=True)
 
     def _run(self, arguments: list[str], what: str) -> None:
         run_shown([self.runtime, *arguments], self.root, what)

@@ -15,7 +15,7 @@ pytest.importorskip("snakemake")
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.catalogue import BACKENDS
-from flexroll.schema.cells import expand, jobs, remark
+from flexroll.schema.cells import expand, jobs, measuring_order, remark
 from flexroll.schema.config import AdapterMode, BackendName
 from flexroll.schema.export import config_schema
 from flexroll.schema.lengths import Lengths
@@ -291,3 +291,17 @@ def test_remarks_are_made_only_where_work_differs() -> None:
     assert continuous == "a prompt is computed once a sample" and flex == ""
     plain = parse_config(minimal(experiments={"one": experiment(backends=uses)}))
     assert {remark(cell) for cell in expand(plain)} == {""}
+
+
+def test_sessions_are_blocks_in_a_random_order_of_their_own() -> None:
+    """Every configuration once a session, session after session; the seed alone decides, not the matrix's order."""
+    backends = [{"backend": b} for b in ("flex", "vllm", "transformers_generate")]
+    data = minimal(repeats={"sessions": 4, "rounds": 1}, experiments={"one": experiment(backends=backends)})
+    every = jobs(expand(parse_config(data)))
+    ordered = measuring_order(every, seed=3)
+    blocks = [[job.engine for job in ordered if job.session == session] for session in (1, 2, 3, 4)]
+    assert [job.session for job in ordered] == sorted(job.session for job in every)
+    assert all(sorted(block) == sorted({job.engine for job in every}) for block in blocks)
+    assert measuring_order(reversed(every), seed=3) == ordered
+    orders = {tuple(job.engine for job in measuring_order(every, seed)[:3]) for seed in range(60)}
+    assert len(orders) == 6 and len({tuple(block) for block in blocks}) > 1

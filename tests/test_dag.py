@@ -15,7 +15,7 @@ snakemake_cli = pytest.importorskip("snakemake.cli")
 
 from flexroll import provenance
 from flexroll.schema.catalogue import BACKENDS
-from flexroll.schema.cells import expand, jobs
+from flexroll.schema.cells import expand, jobs, measuring_order
 from flexroll.schema.load import load_config
 from tree_copy import copy_tree
 
@@ -113,6 +113,24 @@ def test_default_config_expands_to_its_jobs(fresh: Path) -> None:
     assert plan["drift"] == {"torch2.11", "torch2.9.1"}
     for rule in ("preflight", "model", "prompts", "adapter", "merge", "warmup", "analyse", "report"):
         assert rule in plan
+
+
+def test_jobs_are_started_block_by_block_after_what_they_wait_for(fresh: Path) -> None:
+    """By Snakemake's priorities. A job whose inputs came late would leave its block."""
+    _, listing = snakemake(fresh, "-n", *NATIVE, "--config", "preset=demo")
+    priority = {"bench": {}, "others": {}}
+    for block in re.split(r"^\[.*\]$\n", listing, flags=re.M):
+        rule = re.match(r"(?:rule|localrule) (\w+):", block)
+        number, name = (re.search(rf"^    {key}(\S+)$", block, re.M) for key in ("priority: ", r"wildcards: \w+="))
+        if rule and number:
+            kind = "bench" if rule[1] == "bench" else "others"
+            priority[kind][name[1] if name else rule[1]] = int(number[1])
+    wanted = measuring_order(jobs(expand(load_config(fresh / "workflow/presets/demo.yaml"))), 0)
+    assert sorted(priority["bench"], key=priority["bench"].get, reverse=True) == [job.name for job in wanted]
+    assert {"preflight", "model", "prompts", "adapter", "merge", "torch2.11-flex-none-default"} <= set(
+        priority["others"]
+    )
+    assert min(priority["others"].values()) > max(priority["bench"].values())
 
 
 def test_preset_replaces_the_default_config(fresh: Path) -> None:

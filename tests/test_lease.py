@@ -38,7 +38,7 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from flexroll.bench.lease import device_lease
-with device_lease(Path.cwd(), "Fake GPU") as uuid:
+with device_lease(Path.cwd(), "Fake GPU", sys.argv[2] or None) as uuid:
     begun = time.monotonic()
     print(uuid, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"], flush=True)
     time.sleep(float(sys.argv[1]))
@@ -56,11 +56,15 @@ class Machine:
     def has(self, *gpus: dict) -> None:
         (self.folder / "gpus.json").write_text(json.dumps(gpus))
 
-    def hold(self, seconds: float, **env: str) -> subprocess.Popen:
+    def hold(self, seconds: float, prefer: str = "", **env: str) -> subprocess.Popen:
         env = {**os.environ, "FAKE_GPUS": str(self.folder / "gpus.json"), **env}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "fake"), str(SRC)])
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(seconds)], cwd=self.folder, env=env, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", HOLD, str(seconds), prefer],
+            cwd=self.folder,
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         self.started.append(process)
         return process
@@ -100,6 +104,25 @@ def test_a_killed_job_leaves_its_gpu_free(machine):
     assert second.poll() is None  # it waits
     first.send_signal(signal.SIGKILL)
     assert second.communicate(timeout=60)[0].splitlines()[-2].startswith("GPU-a")
+
+
+def test_the_gpu_of_a_session_is_waited_for_though_another_is_free(machine):
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"}, {"uuid": "GPU-c"})
+    first = machine.hold(600, prefer="GPU-b")
+    assert first.stdout.readline().startswith("GPU-b")
+    second = machine.hold(0, prefer="GPU-b")
+    assert machine.hold(0).communicate(timeout=60)[0].startswith("GPU-a")
+    assert second.poll() is None
+    first.kill()
+    assert second.communicate(timeout=60)[0].startswith("GPU-b")
+
+
+@pytest.mark.parametrize("state", [{"used": 20 * 10**9}, None], ids=["foreign", "gone"])
+def test_another_gpu_serves_where_that_of_a_session_is_not_to_be_had(here, capfd, state):
+    here.has({"uuid": "GPU-a"}, *([{"uuid": "GPU-b", **state}] if state else []))
+    with lease_module.device_lease(here.folder, "Fake GPU", "GPU-b") as uuid:
+        assert uuid == "GPU-a"
+    assert "GPU-b, which this session began on, is not to be had" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("setting", "uuid"), [("1", "GPU-b"), ("GPU-c", "GPU-c")])

@@ -8,6 +8,7 @@ rule bench:
         f"results/{RUN}/raw/{{job}}/job.json",
     log:
         f"{LOGS}/bench-{{job}}.log",
+    priority: lambda wildcards: PRIORITY[wildcards.job]
     container:
         lambda wildcards: image(JOBS[wildcards.job].stack)
     # All cores: two measurements side by side spoil both.

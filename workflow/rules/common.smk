@@ -17,7 +17,7 @@ from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
 from flexroll.schema.catalogue import BACKENDS
-from flexroll.schema.cells import expand, jobs
+from flexroll.schema.cells import expand, jobs, measuring_order
 from flexroll.schema.load import load_config
 
 # Shell lines find `flexroll` beside the Python that runs Snakemake, and nothing of the caller's Python leaks in.
@@ -125,6 +125,9 @@ try:
     STACKS = [stack for stack in CONFIG.stacks if ONLY is None or stack in ONLY]
     DEVICE = provenance.device_class()
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
+    # Snakemake starts the job of the highest number first.
+    PRIORITY = {job.name: n for n, job in enumerate(reversed(measuring_order(JOBS.values(), CONFIG.seed)), 1)}
+    FIRST = len(JOBS) + 1  # inputs and warm-ups: a job that waited for them would leave its block
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
     RUNTIME, NO_IMAGES = use_images()

@@ -6,6 +6,7 @@ rule preflight:
         PREFLIGHT,
     log:
         f"{LOGS}/preflight.log",
+    priority: FIRST
     container:
         image(STACKS[0])
     resources:
@@ -22,6 +23,7 @@ rule model:
         f"work/{RUN}/model.json",
     log:
         f"{LOGS}/model.log",
+    priority: FIRST
     container:
         image(STACKS[0])
     resources:
@@ -42,6 +44,7 @@ rule prompts:
         f"work/{RUN}/prompts.json",
     log:
         f"{LOGS}/prompts.log",
+    priority: FIRST
     container:
         image(STACKS[0])
     resources:
@@ -64,6 +67,7 @@ rule adapter:
         directory(f"work/{RUN}/adapter"),
     log:
         f"{LOGS}/adapter.log",
+    priority: FIRST
     container:
         image(STACKS[0])
     resources:
@@ -86,6 +90,7 @@ rule merge:
         directory(f"work/{RUN}/merged"),
     log:
         f"{LOGS}/merge.log",
+    priority: FIRST
     container:
         image(STACKS[0])
     resources:

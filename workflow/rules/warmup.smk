@@ -8,8 +8,7 @@ rule warmup:
         f"work/{RUN}/warmup/{{engine}}.json",
     log:
         f"{LOGS}/warmup-{{engine}}.log",
-    # Before all measurements.
-    priority: 10
+    priority: FIRST
     container:
         lambda wildcards: image(ENGINES[wildcards.engine].stack)
     threads: workflow.cores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -25,6 +26,8 @@ from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
 from flexroll.schema.records import Record, read_record, write_json, write_record
 
+MANIFEST = "job.json"
+
 
 def bench(
     config: Config, name: str, *, work: Path, raw: Path, out: Path, root: Path, stack: str, backend: str | None = None
@@ -46,7 +49,7 @@ def bench(
     keys = {cell.file: cell_key(root, cell, device, inputs.hashes) for cell in job.cells}
     folder = raw / job.name
     log = raw.parent / "logs" / f"{job.name}.log"
-    with device_lease(root, device):
+    with device_lease(root, device, _gpu_of_session(raw, job.session)):
         cells = [c for c in job.cells if not is_measured(folder / c.file, keys[c.file])]
         kept = len(job.cells) - len(cells)
         say(f"{job.name}: {len(cells)} cells to measure" + (f", {kept} kept" if kept else ""))
@@ -103,6 +106,17 @@ def warmup(config: Config, name: str, *, work: Path, out: Path, root: Path, back
     }
     write_json(out, json.dumps(summary, indent=1) + "\n")
     say(f"warm-up of {job.engine}: {summary['status']} {summary['reason']}".rstrip())
+
+
+def _gpu_of_session(raw: Path, session: int) -> str | None:
+    """UUID of the GPU on which the session's first cells were measured; ratios pair within a session on one card."""
+    for path in sorted(raw.glob(f"*-s{session}/*.json")):
+        if path.name != MANIFEST:
+            with contextlib.suppress(FlexrollError):
+                environment = read_record(path).environment
+                if environment is not None and environment.device_uuid:
+                    return environment.device_uuid
+    return None
 
 
 def _keep_bill(root: Path, folder: Path) -> None:

@@ -28,8 +28,10 @@ ORDER = "CUDA_DEVICE_ORDER"
 
 
 @contextmanager
-def device_lease(root: Path, device: str) -> Iterator[str | None]:
+def device_lease(root: Path, device: str, prefer: str | None = None) -> Iterator[str | None]:
     """Hold a device of this class: "cpu", or the name of a GPU; yields its UUID, None on a CPU.
+
+    prefer: UUID of the GPU to wait for, unless a foreign program keeps it: cards of one model differ.
 
     While it is held, this process and what it starts see that GPU alone. Waits for other flexroll processes of this
     tree. A GPU on which anything else runs or holds memory is left alone.
@@ -42,7 +44,7 @@ def device_lease(root: Path, device: str) -> Iterator[str | None]:
     if device == "cpu":
         lock, uuid, settings = _cpu(folder), None, {}
     else:
-        lock, gpu = _gpu(folder, device)
+        lock, gpu = _gpu(folder, device, prefer)
         # By index, for vLLM up to 0.22 cannot start with a UUID there (vllm#32569); NVML's indices are in bus order.
         uuid, settings = gpu["uuid"], {VISIBLE: str(gpu["index"]), ORDER: "PCI_BUS_ID"}
     before = {name: os.environ.get(name) for name in settings}
@@ -65,27 +67,35 @@ def _cpu(folder: Path) -> FileLock:
     return lock
 
 
-def _gpu(folder: Path, name: str) -> tuple[FileLock, dict[str, Any]]:
-    """The first GPU that no flexroll process has locked and no other program uses."""
+def _gpu(folder: Path, name: str, prefer: str | None) -> tuple[FileLock, dict[str, Any]]:
+    """The preferred GPU, else the first, that no flexroll process has locked and no other program uses."""
     begun, told = time.monotonic(), False
     while True:
         foreign, locked = [], 0
-        for gpu in _of_class(name):
+        for gpu in sorted(_of_class(name), key=lambda gpu: gpu["uuid"] != prefer):
+            wanted = gpu["uuid"] == prefer
             lock = _lock(folder, gpu["uuid"])
             if not _taken(lock):
                 locked += 1
+                if wanted:
+                    break
                 continue
             use = in_use_by_others(gpu["index"])
             if use is None:
+                if prefer and not wanted:
+                    say(f"measuring on {gpu['uuid']}: {prefer}, which this session began on, is not to be had")
                 return lock, gpu
             lock.release()
             foreign.append(f"GPU {gpu['index']} ({gpu['uuid']}): {use}")
+            if wanted and time.monotonic() - begun <= GRACE_S:
+                break
         if not locked and time.monotonic() - begun > GRACE_S:
             raise FlexrollError(
                 f"no free {name}: {'; '.join(foreign)}; end that program, or choose another GPU with {VISIBLE}"
             )
         if locked and not told:
-            say(f"every free {name} is being measured on by another flexroll process; waiting for it to end")
+            which = f"{name} {prefer}" if prefer else f"every free {name}"
+            say(f"{which} is being measured on by another flexroll process; waiting for it to end")
             told = True
         time.sleep(POLL_S)
 

@@ -6,6 +6,7 @@ A job is one process: all cells that share an engine configuration and a session
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from itertools import product
 from typing import Literal
@@ -210,3 +211,14 @@ def jobs(cells: Iterable[Cell]) -> list[Job]:
     for cell in cells:
         grouped.setdefault(cell.job, []).append(cell)
     return [Job(name=name, cells=sorted(group, key=lambda c: c.batch)) for name, group in grouped.items()]
+
+
+def measuring_order(jobs: Iterable[Job], seed: int) -> list[Job]:
+    """The jobs session by session, those of a session in a random order that the seed fixes.
+
+    One session of every configuration is a block: it sees one state of the machine, and ratios pair within it. In a
+    fixed order what changes with time would look like a difference (Abedi and Brecht, ICPE 2017).
+    """
+    shuffled = sorted(jobs, key=lambda job: job.name)
+    random.Random(seed).shuffle(shuffled)
+    return sorted(shuffled, key=lambda job: job.session)

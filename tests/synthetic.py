@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +131,62 @@ def write_run(results: Path, config: Config, make: Callable[[Cell], Record | Non
         if made is not None:
             write_record(results / "raw" / cell.path, made)
     return cells
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A run with known truth: pass `truth.record` to write_run. The same seed makes the same records.
+
+    rate: tok/s of a configuration whose ratio is 1. ratio: of a cell's configuration. between, within, block: sd of the
+    log of what a session does to one configuration, of what a round does, and of what a session does to all of them.
+    decode: decode rate over whole rate. drift: relative change from the first measured round to the last. flags: of a
+    measured round, by its index from 1.
+    """
+
+    rate: float = 1000.0
+    ratio: Callable[[Cell], float] = lambda cell: 1.0
+    between: float = 0.01
+    within: float = 0.002
+    block: float = 0.0
+    rounds: int = 5
+    decode: float = 1.25
+    drift: float = 0.0
+    gpu: str | None = "NVIDIA H200"
+    uuid: Callable[[Cell], str] = lambda cell: "GPU-1"
+    flags: Callable[[Cell, int], list[str]] | None = None
+    seed: int = 0
+
+    def rates(self, cell: Cell) -> list[float]:
+        """tok/s of the measured rounds."""
+        rng = random.Random(f"{self.seed} {cell.path}")
+        shared = random.Random(f"{self.seed} {cell.session}").gauss(0, self.block)
+        session = self.rate * self.ratio(cell) * math.exp(shared + rng.gauss(0, self.between))
+        steps = max(self.rounds - 1, 1)
+        return [
+            session * (1 + self.drift * i / steps) * math.exp(rng.gauss(0, self.within)) for i in range(self.rounds)
+        ]
+
+    def record(self, cell: Cell, **changes: Any) -> Record:
+        made = record(cell, self.rates(cell), gpu=self.gpu, uuid=self.uuid(cell), **changes)
+        for r in made.measured:
+            r.decode_tokens = r.tokens - cell.batch
+            r.decode_s = r.decode_tokens / (r.tps * self.decode)
+            if self.flags:
+                r.flags = self.flags(cell, r.index)
+        return made
+
+
+def grid(configurations: int, sessions: int, **changes: Any) -> Config:
+    """A matrix of `configurations` x `sessions` cells: options `default`, `o001`, ... of one experiment."""
+    names = [f"o{i:03}" for i in range(1, configurations)]
+    experiment = CONFIG["experiments"]["options"] | {"backends": [{"backend": "flex", "options": ["default", *names]}]}
+    values = {
+        "repeats": {"sessions": sessions, "rounds": 5},
+        "drift": {"cycles": 3, "stacks": []},
+        "options": {name: {} for name in names},
+        "experiments": {"options": experiment},
+    }
+    return config(**(values | changes))
 
 
 def skipped(cell: Cell, reason: str = "needs a GPU") -> Record:

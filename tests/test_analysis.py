@@ -14,11 +14,19 @@ from hypothesis import strategies as st
 
 import synthetic
 from flexroll.analysis import collect, statistics
+from flexroll.analysis.blocks import paired_ratio, sessions_of
+from flexroll.analysis.model import CellRow, Result
 from flexroll.analysis.run import analyse, read_analysis
 from flexroll.errors import FlexrollError
-from flexroll.schema.cells import expand
-from flexroll.schema.records import Round, write_record
+from flexroll.schema.cells import Cell, expand
+from flexroll.schema.records import Range, Record, Round, Telemetry, write_record
 
+HEADER = (
+    "experiment,section,backend,adapter,batch,option,sampling,stack,session,new_tokens,samples,slots,status,reason,note,"
+    "remark,tps_median,tps_best,tps_min,decode_tps_median,decode_tps_best,decode_tps_min,spread,start_s,device,"
+    "device_uuid,on_gpu,prompts_sha256,prompt_tokens,rounds,memory_weights_bytes,memory_kv_reserved_bytes,"
+    "memory_peak_allocated_bytes,memory_device_total_bytes,coherence,coherence_notes,file"
+)
 CLAIMS = Path(__file__).parent.parent / "report" / "claims.yaml"
 
 
@@ -68,6 +76,146 @@ def test_headline_is_the_median_of_session_medians(tmp_path: Path) -> None:
     assert (result.sessions, result.n) == (3, 9)
 
 
+def results(
+    path: Path, truth: synthetic.Truth, configurations: int, sessions: int
+) -> tuple[list[CellRow], list[Result]]:
+    config = synthetic.grid(configurations, sessions)
+    synthetic.write_run(path, config, truth.record)
+    rows, _ = collect.collect(config, path)
+    return rows, collect.combine(rows, config)
+
+
+def test_interval_of_a_result(tmp_path: Path) -> None:
+    rows, (result, *_) = results(tmp_path, synthetic.Truth(), 2, 5)
+    medians = [row.tps_median for row in sessions_of(result, rows)]
+    expected = statistics.estimate(medians)
+    assert result.tps == expected.value and (result.tps_low, result.tps_high) == (
+        expected.interval.low,
+        expected.interval.high,
+    )
+    assert result.sufficient and result.interval_method == "t" and result.tps_low < 1000 < result.tps_high
+    assert result.decode_sufficient and result.decode_interval_method == "t"
+    assert result.decode_tps_low < result.decode_tps < result.decode_tps_high
+    assert result.decode_tps == pytest.approx(1.25 * result.tps) and result.tps_best > result.tps
+    assert 0.003 < result.cv_between < 0.03 and 0.0005 < result.cv_within < 0.005 and result.helps == "sessions"
+
+
+def test_rounds_make_no_interval(tmp_path: Path) -> None:
+    """Fifty rounds of one process, or a hundred of two, are one or two observations."""
+    for sessions in (1, 2):
+        _, (result, *_) = results(tmp_path / str(sessions), synthetic.Truth(rounds=50), 2, sessions)
+        assert result.n == 50 * sessions and result.tps is not None
+        assert not result.sufficient and result.interval_method == "" and result.tps_low is result.tps_high is None
+
+
+def test_only_sessions_that_ended_ok_count(tmp_path: Path) -> None:
+    config, truth = synthetic.grid(2, 4), synthetic.Truth()
+    synthetic.write_run(tmp_path, config, lambda c: synthetic.skipped(c) if c.session > 2 else truth.record(c))
+    rows, _ = collect.collect(config, tmp_path)
+    result = collect.combine(rows, config)[0]
+    assert result.status == "ok" and result.sessions == 2 and not result.sufficient
+
+
+def flags(cell: Cell, index: int) -> list[str]:
+    if cell.option == "default" or index > 2:
+        return []
+    return ["low SM clock", "throttled: power cap"] if index == 1 else ["low SM clock"]
+
+
+def test_flags_are_counted_and_drop_nothing(tmp_path: Path) -> None:
+    rows, (clean, flagged) = results(tmp_path, synthetic.Truth(flags=flags), 2, 3)
+    assert (clean.rounds_flagged, clean.flags) == (0, [])
+    assert (flagged.n, flagged.rounds_flagged) == (15, 6)
+    assert flagged.flags == ["low SM clock", "throttled: power cap"]
+    row = sessions_of(flagged, rows)[0]
+    assert (row.n, row.rounds_flagged, row.flags) == (5, 2, flagged.flags)
+    assert [r.flags for r in row.rounds][:4] == [[], ["low SM clock", "throttled: power cap"], ["low SM clock"], []]
+    assert paired_ratio(sessions_of(flagged, rows), sessions_of(clean, rows)).flagged == 3
+    assert list(collect.table(rows)["flags"][-1:]) == ["low SM clock; throttled: power cap"]
+
+
+def test_flags_of_the_warm_up_are_not_counted(tmp_path: Path) -> None:
+    config, truth = synthetic.grid(2, 3), synthetic.Truth()
+
+    def make(cell: Cell) -> Record:
+        made = truth.record(cell)
+        made.rounds[0].flags = ["low SM clock"]
+        return made
+
+    synthetic.write_run(tmp_path, config, make)
+    assert all(row.rounds_flagged == 0 and row.flags == [] for row in collect.collect(config, tmp_path)[0])
+
+
+def test_telemetry_of_a_round_is_kept(tmp_path: Path) -> None:
+    clock = Range(median=1755, min=1200, max=1980)
+    told = Round(index=0, tokens=8, wall_s=1, started=12.5, telemetry=Telemetry(samples=9, sm_mhz=clock))
+    plain = Round(index=1, tokens=8, wall_s=1)
+    config = synthetic.config()
+    synthetic.write_run(tmp_path, config, lambda cell: synthetic.record(cell, rounds=[told, plain]))
+    first, second = collect.collect(config, tmp_path)[0][0].rounds
+    assert (first.started, first.sm_clock) == (12.5, 1755) and (second.started, second.sm_clock) == (None, None)
+
+
+def test_a_short_warm_up_shows(tmp_path: Path) -> None:
+    rows, (result, *_) = results(tmp_path, synthetic.Truth(rounds=10, drift=0.05), 2, 3)
+    assert result.trends == 3 and all(row.trend == pytest.approx(0.05, abs=0.01) for row in rows)
+    rows, (result, *_) = results(tmp_path / "still", synthetic.Truth(rounds=10), 2, 3)
+    assert result.trends == 0 and all(row.trend is None for row in rows)
+
+
+def test_the_workload_is_the_measured_one(tmp_path: Path) -> None:
+    """A record of before the config changed still says what it measured."""
+    config, truth = synthetic.grid(2, 3), synthetic.Truth()
+
+    def make(cell: Cell) -> Record:
+        asked = cell if cell.option == "default" else cell.model_copy(update={"new_tokens": 32})
+        return truth.record(asked)
+
+    synthetic.write_run(tmp_path, config, make)
+    rows, _ = collect.collect(config, tmp_path)
+    default, other = collect.combine(rows, config)
+    found = paired_ratio(sessions_of(other, rows), sessions_of(default, rows))
+    assert found.verdict == "not comparable" and "new_tokens 32 against 64" in found.reason
+
+
+def test_a_card_a_session_pairs_and_a_card_a_side_does_not(tmp_path: Path) -> None:
+    sides = {
+        "session": synthetic.Truth(uuid=lambda cell: f"GPU-{cell.session}", block=0.05, ratio=faster),
+        "side": synthetic.Truth(uuid=lambda cell: f"GPU-{cell.option}", ratio=faster),
+    }
+    found = {}
+    for name, truth in sides.items():
+        rows, (default, other) = results(tmp_path / name, truth, 2, 7)
+        found[name] = paired_ratio(sessions_of(other, rows), sessions_of(default, rows))
+    assert found["session"].verdict == "faster" and found["session"].low < 1.05 < found["session"].high
+    assert found["side"].verdict == "not comparable" and "different devices" in found["side"].reason
+
+
+def faster(cell: Cell) -> float:
+    return 1.0 if cell.option == "default" else 1.05
+
+
+def test_five_hundred_cells_with_known_truth(tmp_path: Path) -> None:
+    """Fifty pairs of options in five sessions 1 % apart: half of the pairs are alike, half 4 % faster or slower."""
+    steps = [1.0, 1.04, 1.0, 1 / 1.04]
+
+    def ratio(cell: Cell) -> float:
+        number = 0 if cell.option == "default" else int(cell.option[1:])
+        return steps[number // 2 % 4] if number % 2 else 1.0
+
+    rows, found = results(tmp_path, synthetic.Truth(ratio=ratio, block=0.05), 100, 5)
+    assert len(rows) == 500 and all(r.sufficient for r in found)
+    held, wrong, seen = 0, 0, 0
+    for number, (under, over) in enumerate(zip(found[::2], found[1::2], strict=True)):
+        truth = steps[number % 4]
+        expected = "faster" if truth > 1 else "slower" if truth < 1 else "no difference shown"
+        comparison = paired_ratio(sessions_of(over, rows), sessions_of(under, rows))
+        held += comparison.low <= truth <= comparison.high
+        wrong += comparison.verdict not in (expected, "no difference shown")
+        seen += truth != 1 and comparison.verdict == expected
+    assert held >= 44 and wrong <= 3 and seen >= 22, (held, wrong, seen)
+
+
 def test_bad_records_are_rows(tmp_path: Path) -> None:
     config = synthetic.config()
     cells = synthetic.write_run(tmp_path, config, synthetic.record)
@@ -87,6 +235,7 @@ def test_bad_records_are_rows(tmp_path: Path) -> None:
         "unreadable",
         "unreadable",
     ]
+    assert set(HEADER.split(",")) <= set(table.columns)
     assert table["memory_weights_bytes"].iloc[-1] == 10**9 and table["file"].iloc[-1] == f"raw/{cells[-1].path}"
     assert table["rounds"].iloc[-1] == 3 and table["tps_best"].iloc[-1] == pytest.approx(120)
 

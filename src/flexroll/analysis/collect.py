@@ -8,11 +8,11 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from flexroll.analysis import statistics
-from flexroll.analysis.model import CellRow, EnvironmentRow, MemoryRow, Result, RoundRow
+from flexroll.analysis.model import CellRow, EnvironmentRow, MemoryRow, Result, RoundRow, Workload
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, expand
 from flexroll.schema.config import Config
-from flexroll.schema.records import Environment, Record, read_record
+from flexroll.schema.records import Environment, Record, Round, read_record
 
 if TYPE_CHECKING:
     import pandas
@@ -83,7 +83,9 @@ def _from_record(cell: Cell, record: Record, file: str) -> CellRow:
     stats: dict[str, Any] = {}
     if status == "ok" and whole is not None:
         stats = {"n": whole.n, "tps_median": whole.median, "tps_best": whole.best, "tps_min": whole.low}
-        stats["spread"] = whole.spread
+        flagged = [_flags(r) for r in record.measured if _flags(r)]
+        stats |= {"spread": whole.spread, "cv": whole.cv, "trend": statistics.trend([r.tps for r in record.measured])}
+        stats |= {"rounds_flagged": len(flagged), "flags": sorted({flag for flags in flagged for flag in flags})}
         if decode is not None:
             stats |= {"decode_tps_median": decode.median, "decode_tps_best": decode.best, "decode_tps_min": decode.low}
     environment = record.environment
@@ -100,15 +102,42 @@ def _from_record(cell: Cell, record: Record, file: str) -> CellRow:
         start_s=record.start_s,
         device=environment.device if environment else None,
         device_uuid=environment.device_uuid if environment else None,
+        cpu=environment.cpu if environment else None,
         on_gpu=is_gpu(environment) if environment else None,
         prompts_sha256=record.prompts_sha256,
         prompt_tokens=record.prompt_tokens,
-        rounds=[
-            RoundRow(index=r.index, tokens=r.tokens, wall_s=r.wall_s, warmup=r.warmup, tokens_sha256=r.tokens_sha256)
-            for r in record.rounds
-        ],
+        workload=_workload(record.cell),
+        rounds=[_round(r) for r in record.rounds],
         **stats,
     )
+
+
+def _workload(cell: Cell) -> Workload:
+    return Workload(
+        new_tokens=cell.new_tokens,
+        samples=cell.samples,
+        slots=cell.running,
+        ignore_eos=cell.ignore_eos,
+        sampling=cell.sampling_values,
+    )
+
+
+def _round(r: Round) -> RoundRow:
+    clock = getattr(getattr(r, "telemetry", None), "sm_mhz", None)
+    return RoundRow(
+        index=r.index,
+        tokens=r.tokens,
+        wall_s=r.wall_s,
+        warmup=r.warmup,
+        tokens_sha256=r.tokens_sha256,
+        started=getattr(r, "started", None),
+        sm_clock=clock.median if clock else None,
+        flags=_flags(r),
+    )
+
+
+def _flags(r: Round) -> list[str]:
+    return list(getattr(r, "flags", []))
 
 
 def is_gpu(environment: Environment) -> bool:
@@ -142,6 +171,7 @@ def combine(rows: list[CellRow], config: Config) -> list[Result]:
 def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> Result:
     ok = [row for row in group if row.status == "ok"]
     basis = ok or group
+    noise = statistics.split([r.tps_median for r in ok], [r.cv for r in ok if r.cv is not None], [r.n for r in ok])
     bad = next((row for row in group if row.status != "ok"), None)
     reason = bad.reason if bad else ""
     if ok and bad:
@@ -154,12 +184,14 @@ def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> 
         reason=reason,
         sessions=len(ok),
         n=sum(row.n for row in ok),
-        tps=_over(ok, "tps_median", statistics.headline),
-        tps_best=_over(ok, "tps_best", max),
-        tps_min=_over(ok, "tps_min", min),
-        decode_tps=_over(ok, "decode_tps_median", statistics.headline),
-        decode_tps_best=_over(ok, "decode_tps_best", max),
-        decode_tps_min=_over(ok, "decode_tps_min", min),
+        **_rate(ok, "tps"),
+        **_rate(ok, "decode_tps"),
+        cv_between=noise.between,
+        cv_within=noise.within,
+        helps=noise.helps,
+        trends=sum(row.trend is not None for row in ok),
+        rounds_flagged=sum(row.rounds_flagged for row in ok),
+        flags=sorted({flag for row in ok for flag in row.flags}),
         memory=MemoryRow(**{part: _over([r.memory for r in ok], part, max) for part in MemoryRow.model_fields}),
         coherent=_over(ok, "coherent", all),
         start_s=_over(ok, "start_s", median),
@@ -169,6 +201,21 @@ def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> 
         prompts_sha256=ok[0].prompts_sha256 if ok else "",
         files=[row.file for row in group if row.status not in ("missing",)],
     )
+
+
+def _rate(ok: list[CellRow], name: str) -> dict[str, Any]:
+    """A result's fields about one rate, "tps" or "decode_tps"."""
+    medians = [value for row in ok if (value := getattr(row, f"{name}_median")) is not None]
+    estimate = statistics.estimate(medians)
+    if estimate is None:
+        return {}
+    fields: dict[str, Any] = {name: estimate.value}
+    fields |= {f"{name}_best": _over(ok, f"{name}_best", max), f"{name}_min": _over(ok, f"{name}_min", min)}
+    if estimate.interval is not None:
+        prefix, span = name.removesuffix("tps"), estimate.interval
+        fields |= {f"{name}_low": span.low, f"{name}_high": span.high}
+        fields |= {f"{prefix}interval_method": span.method, f"{prefix}sufficient": estimate.sufficient}
+    return fields
 
 
 def _over(items: list[Any], name: str, function: Callable[[Any], Any]) -> Any:
@@ -214,9 +261,10 @@ def table(rows: list[CellRow]) -> pandas.DataFrame:
 
     flat = []
     for row in rows:
-        data = row.model_dump(exclude={"rounds", "memory", "coherence_notes", "coherent"})
+        data = row.model_dump(exclude={"rounds", "memory", "coherence_notes", "coherent", "workload"})
         data["new_tokens"] = str(row.new_tokens)
         data["rounds"] = row.n
+        data["flags"] = "; ".join(row.flags)
         data |= {f"memory_{part}_bytes": value for part, value in row.memory.model_dump().items()}
         data["coherence"] = {True: "coherent", False: "broken", None: "no samples"}[row.coherent]
         data["coherence_notes"] = "; ".join(row.coherence_notes)

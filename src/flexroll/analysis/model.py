@@ -7,9 +7,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flexroll.schema.claims import Published, Source, Unit, Verdict
+from flexroll.schema.config import Sampling
 from flexroll.schema.lengths import Lengths
 
 Status = Literal["ok", "failed", "skipped", "missing", "unreadable"]
+Method = Literal["t", "bootstrap", ""]
 
 
 class Base(BaseModel):
@@ -17,11 +19,17 @@ class Base(BaseModel):
 
 
 class RoundRow(Base):
+    """started: Unix time, seconds. sm_clock: median clock of the GPU's multiprocessors in the round, MHz. flags: what
+    disturbed it."""
+
     index: int
     tokens: int
     wall_s: float
     warmup: bool
     tokens_sha256: str
+    started: float | None = None
+    sm_clock: float | None = None
+    flags: list[str] = []
 
 
 class MemoryRow(Base):
@@ -31,6 +39,17 @@ class MemoryRow(Base):
     kv_reserved: int | None = None
     peak_allocated: int | None = None
     device_total: int | None = None
+
+
+class Workload(Base):
+    """What each round did, as the record tells; two rates compare only where it is equal. slots: sequences that ran at
+    once."""
+
+    new_tokens: int | Lengths
+    samples: int
+    slots: int
+    ignore_eos: bool
+    sampling: Sampling
 
 
 class Configuration(Base):
@@ -50,9 +69,11 @@ class CellRow(Configuration):
     """One cell of the matrix with its session, whatever became of it.
 
     rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
-    status is ok. spread: (best - min) / median. coherence: None without samples. note: where the record was measured
-    under other settings than the config now asks for. remark: how the backend did the work, where that is not plain.
-    file: path relative to the run's folder.
+    status is ok. spread: (best - min) / median. cv: the rounds' sd over their mean. trend: relative change of tok/s
+    from the first measured round to the last, where the rounds go one way; else None. rounds_flagged: measured rounds
+    with a flag, which count like any other; flags: the distinct ones. coherence: None without samples. note: where the
+    record was measured under other settings than the config now asks for. remark: how the backend did the work, where
+    that is not plain. workload: None without a record. file: path relative to the run's folder.
     """
 
     session: int
@@ -71,22 +92,34 @@ class CellRow(Configuration):
     decode_tps_best: float | None = None
     decode_tps_min: float | None = None
     spread: float | None = None
+    cv: float | None = None
+    trend: float | None = None
+    rounds_flagged: int = 0
+    flags: list[str] = []
     memory: MemoryRow = MemoryRow()
     coherent: bool | None = None
     coherence_notes: list[str] = []
     start_s: float | None = None
     device: str | None = None
     device_uuid: str | None = None
+    cpu: str | None = None
     on_gpu: bool | None = None
     prompts_sha256: str = ""
     prompt_tokens: int = 0
+    workload: Workload | None = None
     file: str
     rounds: list[RoundRow] = []
 
 
 class Result(Configuration):
     """A configuration: its cells over all sessions. tps: median of the sessions' medians, over ok cells only; best and
-    min are over every measured round; n: rounds behind them. status is ok where any session is ok."""
+    min are over every measured round; n: rounds behind them. status is ok where any session is ok.
+
+    tps_low, tps_high: 95 % interval of tps over sessions, in tok/s, made by interval_method; None with sufficient false
+    where the sessions are too few ("insufficient n"). So too decode_*, of the decode-only rate. cv_between, cv_within:
+    spread between and within sessions, and helps: which more of narrows the interval (`statistics.Split`). trends:
+    sessions whose rounds go one way. rounds_flagged, flags: as in CellRow, over the ok sessions.
+    """
 
     new_tokens: int | Lengths
     samples: int = 1
@@ -99,9 +132,23 @@ class Result(Configuration):
     tps: float | None = None
     tps_best: float | None = None
     tps_min: float | None = None
+    tps_low: float | None = None
+    tps_high: float | None = None
+    interval_method: Method = ""
+    sufficient: bool = False
     decode_tps: float | None = None
     decode_tps_best: float | None = None
     decode_tps_min: float | None = None
+    decode_tps_low: float | None = None
+    decode_tps_high: float | None = None
+    decode_interval_method: Method = ""
+    decode_sufficient: bool = False
+    cv_between: float | None = None
+    cv_within: float | None = None
+    helps: Literal["sessions", "rounds", ""] = ""
+    trends: int = 0
+    rounds_flagged: int = 0
+    flags: list[str] = []
     memory: MemoryRow = MemoryRow()
     coherent: bool | None = None
     start_s: float | None = None
@@ -110,6 +157,26 @@ class Result(Configuration):
     on_gpu: bool | None = None
     prompts_sha256: str = ""
     files: list[str] = []
+
+
+class Comparison(Base):
+    """The ratio of two configurations over blocks (`blocks.paired_ratio`).
+
+    ratio: None where nothing pairs; low, high: its 95 % interval, made by `method`, None below the least number of
+    blocks. n: blocks, whose session numbers are `sessions`; flagged: those with a flagged round on either side.
+    verdict: faster or slower only where the interval excludes 1. reason: why no more can be said, and what does not
+    pair.
+    """
+
+    ratio: float | None = None
+    low: float | None = None
+    high: float | None = None
+    method: Method = ""
+    n: int = 0
+    sessions: list[int] = []
+    flagged: int = 0
+    verdict: Literal["faster", "slower", "no difference shown", "insufficient n", "not comparable"]
+    reason: str = ""
 
 
 class EnvironmentRow(Base):
@@ -161,7 +228,8 @@ class DriftRow(Base):
 
 class VerdictRow(Base):
     """A claim and what became of it. measured, low, high in `unit`'s base (a fraction for %); computed: from the
-    source's own numbers. device: what the measurement ran on. files: raw files behind it, relative to the run."""
+    source's own numbers. gpu: what the claim holds for. direction: how measured must lie to published, '' without a
+    number. device: what the measurement ran on. files: raw files behind it, relative to the run."""
 
     id: str
     kind: str
@@ -170,6 +238,8 @@ class VerdictRow(Base):
     topic: str
     quote: str
     note: str = ""
+    gpu: str = ""
+    direction: str = ""
     unit: Unit = ""
     metric: str = ""
     published: float | bool | None = None

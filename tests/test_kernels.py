@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,7 +44,7 @@ QWEN3_4B = [
 POISON = 1e4  # in every page that a sequence does not own, and behind its last token
 
 if INTERPRETED or NATIVE:
-    from flexroll.engine.kernels import linear, paged_attention, step
+    from flexroll.engine.kernels import linear, paged_attention, paged_prefill, step
     from flexroll.engine.kernels.linear import Tiles, tiles_for
     from flexroll.engine.kernels.ops import TritonOps
     from flexroll.engine.kernels.paged_attention import PagedAttention
@@ -378,6 +379,52 @@ def test_paged_attention_of_padding_rows(monkeypatch):
     assert torch.equal(cache.pool[..., ~written, :], before[..., ~written, :])
 
 
+def prompts_in_cache(group, head_dim, page_size, lengths, dtype=torch.float32):
+    """Keys and values of all tokens of `lengths`; the cache, its slots, and queries {slot: [tokens, heads, head_dim]}."""
+    config = config_of(group=group, head_dim=head_dim)
+    cache, slots, _ = filled(config, [n + 1 for n in lengths], page_size, dtype)
+    slots = slots.tolist()
+    queries = {s: noise(n, config.n_heads, head_dim, seed=s, dtype=dtype) for s, n in zip(slots, lengths, strict=True)}
+    return cache, slots, queries
+
+
+def attended(cache, queries, chunks, spare_rows=0):
+    """{(slot, position): result} of a prefill's attention over (slot, start, stop) chunks, in that order."""
+    _, ops = both_ops(cache.config, cache.pool.dtype)
+    n = sum(stop - start for _, start, stop in chunks)
+    block = paged_prefill.query_block(cache)
+    rows = sum(-(-(stop - start) // block) for _, start, stop in chunks) * block + spare_rows * block
+    held = prefill._PagedPass(SimpleNamespace(ops=ops), cache, block, rows)
+    held.stage_attention(chunks)
+    held._out.fill_(POISON)
+    held._q[:n] = torch.cat([queries[slot][start:stop] for slot, start, stop in chunks])
+    for runs in (held._runs[:, : held._n_runs], held._runs):  # as many as there are, and with padding as in a graph
+        paged_prefill.prefill_attention(ops, cache, 0, held._q, runs, held._out)
+        assert bool((held._out[n:] == POISON).all())
+    places = [(slot, position) for slot, start, stop in chunks for position in range(start, stop)]
+    return dict(zip(places, held._out[:n], strict=True))
+
+
+@runs_kernel
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("group", "head_dim", "page_size"), [(1, 16, 16), (2, 64, 64), (3, 16, 64), (4, 32, 16), (7, 16, 16), (16, 16, 32)]
+)
+def test_prefill_attention(group, head_dim, page_size, dtype):
+    """Lengths around a query block and a page; the same bits whatever chunks a prompt comes in, and in what company."""
+    lengths = [1, page_size - 1, page_size + 1, 2 * page_size + 5]
+    cache, slots, queries = prompts_in_cache(group, head_dim, page_size, lengths, dtype)
+    whole = attended(cache, queries, [(s, 0, n) for s, n in zip(slots, lengths, strict=True)], spare_rows=3)
+    for slot, n in zip(slots, lengths, strict=True):
+        places = torch.arange(n, device=DEVICE)
+        expected = attention_by_torch(cache, queries[slot], torch.full_like(places, slot), places)
+        assert_close(torch.stack([whole[slot, i] for i in range(n)]), expected)
+    cuts = {s: sorted({0, n // 3, n // 2, n}) for s, n in zip(slots, lengths, strict=True)}
+    chunks = [(s, a, b) for s in reversed(slots) for a, b in zip(cuts[s], cuts[s][1:], strict=False)]
+    parts = attended(cache, queries, chunks)
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[place], whole[place]) for place in whole)
+
+
 # The step's first and last act.
 
 
@@ -497,9 +544,10 @@ GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
     [
         {"fused": True, "attention": "triton"},
         {"fused": True, "attention": "flex"},
+        {"fused": True, "attention": "triton", "prefill_kernel_options": {"BLOCK_M": 16}},
         {"fused": True, "attention": "triton", "kv_tokens": 48, "max_prefill_tokens": 7, "buckets": [1, 2]},
     ],
-    ids=["all", "flex", "short-of-pages"],
+    ids=["all", "flex", "flex-prefill", "short-of-pages"],
 )
 def test_engine_equals_transformers(folder, options, monkeypatch):
     monkeypatch.setattr(paged_attention, "PROGRAMS", 10**6)  # splits on a CPU too
@@ -507,6 +555,8 @@ def test_engine_equals_transformers(folder, options, monkeypatch):
     prompts = prompts_of(3, 14, 30, 1)
     engine = engine_of(folder, **options)
     assert (engine.attention, engine.decoder.fused) == (options["attention"], options["fused"])
+    paged = options["attention"] == "triton" and "prefill_kernel_options" not in options
+    assert (engine._prefill.flex is None) == paged
     assert all(step.paged is None or step.paged.splits == 2 for step in engine._steps.values())
     done = engine.generate(prompts, [GREEDY, dataclasses.replace(GREEDY, n=3), GREEDY, GREEDY])
     expected = reference_greedy(folder, prompts, 5)

@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("the interpreter compiles nothing", allow_module_level=True)
 
-from flexroll.engine.kernels import linear, norm, paged_attention, rope_store, step
+from flexroll.engine.kernels import linear, norm, paged_attention, paged_prefill, rope_store, step
 
 ATTENTION = {
     **dict.fromkeys(("q_norm", "k_norm", "keys", "values", "out"), "*bf16"),
@@ -27,6 +27,12 @@ ATTENTION = {
     **dict.fromkeys(("slots", "positions"), "*i64"),
     **dict.fromkeys(("B", "max_blocks", "pool_tokens"), "i32"),
     **dict.fromkeys(("eps", "scale"), "fp32"),
+}
+PREFILL = {
+    **dict.fromkeys(("q", "keys", "values", "out"), "*bf16"),
+    **dict.fromkeys(("blocks", "table"), "*i32"),
+    **dict.fromkeys(("block_stride", "max_blocks", "pool_tokens"), "i32"),
+    "scale": "fp32",
 }
 ROPE = {
     **dict.fromkeys(("qkv", "q_norm", "k_norm", "q", "keys", "values"), "*bf16"),
@@ -59,6 +65,13 @@ KERNELS = {
         {**HEADS, "BLOCK_T": 32, "SPLITS": 4, "PARTS": 2, "PDL": True},
         1,
         5,
+    ),
+    "prefill": (
+        paged_prefill.prefill_attention_kernel,
+        PREFILL,
+        {**HEADS, "HEADS": 4, "BLOCK_Q": 32, "BLOCK_T": 64, "PDL": True},
+        paged_prefill.WARPS,
+        paged_prefill.STAGES,
     ),
     "rope": (rope_store.rope_store_kernel, ROPE, {**HEADS, "HEADS": 8, "LANES": 64, "PARTS": 1, "PDL": True}, 2, 3),
     "norm": (

@@ -105,10 +105,6 @@ class FlexAttention:
         self._decode_options, self._prefill_options = decode_options or None, prefill_options or None
         self.q_block = int(prefill_options.get("fwd_BLOCK_M", prefill_options.get("BLOCK_M", Q_BLOCK)))
 
-    def prefill_rows(self, n_tokens: int) -> int:
-        """Query rows that so many tokens of one sequence take in a prefill: whole query blocks."""
-        return -(-n_tokens // self.q_block) * self.q_block
-
     def decode(self, layer: int, q: torch.Tensor, mask: DecodeMask) -> torch.Tensor:
         """q [rows, heads, head_dim], a sequence a row -> [rows, heads * head_dim]."""
         return self._call(layer, q.unsqueeze(2), mask.block_mask, self._decode_options).flatten(1)

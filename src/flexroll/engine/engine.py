@@ -63,9 +63,9 @@ class Engine:
         buckets: batch sizes that decode steps are padded to. Default: powers of two up to max_batch; with attention
             triton, where a bucket costs no compilation, from 8 on four to an octave; on the CPU max_batch alone, where
             a padded row is cheaper than another compilation.
-        attention: of decode steps: flex (flex_attention) or triton (the paged split-KV kernel). Default triton on a
-            GPU whose model it can serve, else flex; flex too with decode_kernel_options, which it alone heeds, or
-            uncompiled. Prefill is flex_attention always.
+        attention: flex (flex_attention) or triton (the paged kernels). Default triton on a GPU whose model they can
+            serve, else flex; flex too with decode_kernel_options, which it alone heeds, or uncompiled. With
+            prefill_kernel_options prefill is flex_attention's whatever decode steps run on.
         cuda_graphs: on a GPU, replay each bucket's whole decode step as one CUDA graph.
         compiled: torch.compile flex_attention; where that is impossible a warning says why and it runs eagerly.
         fused: Triton kernels for all but attention; default on a GPU.
@@ -177,14 +177,17 @@ class Engine:
             pages = PageTable(max_batch, n_pages, o.page_size, max_blocks)
         self.cache = KVCache(self.config, pages, self.weights.dtype, self.device)
         self.slots = Slots(max_batch, self.device)
+        self.attention = self._choose_attention()
+        paged = self.attention == "triton"
         flex = FlexAttention(
             self.cache, self._flex, self.compiled, self._kernel_options["decode"], self._kernel_options["prefill"]
         )
-        self.attention = self._choose_attention()
-        self.buckets = buckets_for(max_batch, o.buckets, self._on_gpu, self.attention == "triton")
-        self._prefill = Prefill(self.decoder, self.cache, flex, self.max_prefill_tokens)
+        self.buckets = buckets_for(max_batch, o.buckets, self._on_gpu, paged)
+        self._prefill = Prefill(
+            self.decoder, self.cache, None if paged and not o.prefill_kernel_options else flex, self.max_prefill_tokens
+        )
         self._steps = {
-            bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, flex if self.attention == "flex" else None)
+            bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, None if paged else flex)
             for bucket in self.buckets
         }
         self._pipeline = Pipeline(self._steps, pages, max_batch, self.device)

@@ -55,7 +55,7 @@ class TritonOps(TorchOps):
                 BLOCK=triton.next_power_of_2(hidden),
                 PARTS=y.shape[0] if y.dim() == 3 else 1,
                 EMBED=ids is not None,
-                num_warps=4 if hidden <= 4096 else 8,
+                num_warps=4 if hidden <= 1024 else 8,
                 **self.launch,
             )
         return x, out

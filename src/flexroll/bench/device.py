@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
+
+# Bits of nvmlDeviceGetCurrentClocksEventReasons (nvml.h) by plain names.
+REASONS = {
+    0x1: "gpu_idle",
+    0x2: "applications_clocks",
+    0x4: "sw_power_cap",
+    0x8: "hw_slowdown",
+    0x10: "sync_boost",
+    0x20: "sw_thermal",
+    0x40: "hw_thermal",
+    0x80: "power_brake",
+    0x100: "display_clocks",
+}
+
+CUDA_FILE = "/dev/nvidia-uvm"  # open in every process that started CUDA, and in none that only asks NVML
 
 
 def visible_gpus() -> list[dict[str, Any]]:
@@ -76,6 +93,95 @@ def _in_use(index: int) -> tuple[int | None, dict[int, int | None]]:
         return used, {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
     except pynvml.NVMLError:
         return None, {}
+
+
+@contextlib.contextmanager
+def open_gpu() -> Iterator[Gpu | None]:
+    """The GPU that this process may use, as NVML sees it; None without one."""
+    gpus = visible_gpus()
+    if not gpus:
+        yield None
+        return
+    import pynvml
+
+    card = None
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        card = Gpu(pynvml, gpus[0]["index"])
+    try:
+        yield card
+    finally:
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+class Gpu:
+    """One card. nvml: the module, initialised; any call of it may be unsupported here."""
+
+    def __init__(self, nvml: Any, index: int) -> None:
+        self.nvml, self.handle = nvml, nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def read(self, pids: set[int]) -> dict[str, Any]:
+        """Fields of a Reading. pids: the job's processes."""
+        sm, memory = self.nvml.NVML_CLOCK_SM, self.nvml.NVML_CLOCK_MEM
+        power, limit, energy = map(self._ask, ("PowerUsage", "EnforcedPowerLimit", "TotalEnergyConsumption"))
+        bits = self._ask("CurrentClocksEventReasons")
+        bits = self._ask("CurrentClocksThrottleReasons") if bits is None else bits
+        info = self._ask("MemoryInfo")
+        listed = self._ask("ComputeRunningProcesses")
+        count, held = foreign({p.pid: p.usedGpuMemory for p in listed or []}, pids)
+        return {
+            "sm_mhz": self._ask("ClockInfo", sm),
+            "sm_max_mhz": self._ask("MaxClockInfo", sm),
+            "memory_mhz": self._ask("ClockInfo", memory),
+            "memory_max_mhz": self._ask("MaxClockInfo", memory),
+            "power_w": None if power is None else power / 1e3,
+            "power_limit_w": None if limit is None else limit / 1e3,
+            "temperature_c": self._ask("Temperature", self.nvml.NVML_TEMPERATURE_GPU),
+            "energy_j": None if energy is None else energy / 1e3,
+            "memory_bytes": None if info is None else int(info.used),
+            "reasons": None if bits is None else frozenset(name for bit, name in REASONS.items() if bits & bit),
+            "foreign_processes": count,
+            "foreign_bytes": held,
+        }
+
+    def _ask(self, what: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self.nvml, f"nvmlDeviceGet{what}")(self.handle, *arguments)
+        except (self.nvml.NVMLError, AttributeError):  # AttributeError: a binding older than the call
+            return None
+
+
+def foreign(listed: dict[int, int | None], pids: set[int]) -> tuple[int | None, int | None]:
+    """(processes on the card that are not the job's, their bytes); None where that cannot be told.
+
+    Where the driver lists a process of the job, all others are foreign. In a container it may list ids of the host,
+    none of which is known here: then those beyond the job's own that have started CUDA are. An empty list tells
+    nothing, for the job's engine is missing from it.
+
+    Args:
+        listed: {process on the card: its bytes}. pids: the job's processes.
+    """
+    if listed.keys() & pids:
+        others = [used for pid, used in listed.items() if pid not in pids]
+        return len(others), None if None in others else sum(others)
+    try:
+        own = sum(map(_started_cuda, pids)) if listed else 0
+    except PermissionError:
+        own = 0
+    if not own or len(listed) < own:
+        return None, None
+    return len(listed) - own, None
+
+
+def _started_cuda(pid: int) -> bool:
+    """Whether a process has, and lives. Raises PermissionError."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.readlink(f"/proc/{pid}/fd/{file}") == CUDA_FILE:
+                    return True
+    return False
 
 
 def _visible(gpus: list[dict[str, Any]], setting: str | None) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from flexroll.bench.process import describe_exit, end_group, event_lines, stop_signals
 from flexroll.bench.task import Task
+from flexroll.bench.telemetry import Sampler, flags
 from flexroll.schema.config import Limits
 from flexroll.schema.records import Memory, Round, Sample
 
@@ -64,6 +65,7 @@ class Supervisor:
         self.current: int | None = None
         self.result = CellResult()
         self.start_s: float | None = None
+        self.sampler: Sampler | None = None
 
     def run(self) -> None:
         """Every cell of the task is reported when this returns. Raises Stopped on SIGTERM or SIGINT."""
@@ -72,7 +74,8 @@ class Supervisor:
         with stop_signals():
             while self.left:
                 before = len(self.left)
-                with self.log.open("ab") as log:
+                gpu = self.task.spec["device"] == "cuda"
+                with self.log.open("ab") as log, Sampler(gpu, self._note) as self.sampler:
                     reason = self._one_worker(log)
                 if len(self.left) == before:  # ended between start and first cell: never try the same thing for ever
                     self._fail(self.left[0], reason)
@@ -132,7 +135,11 @@ class Supervisor:
             self.current, self.result = indices[event["index"]], CellResult(start_s=self.start_s)
             return self.limits.cell_s
         if kind == "round":
-            self.result.rounds.append(Round.model_validate(event["round"]))
+            assert self.sampler is not None
+            done = Round.model_validate(event["round"])
+            done.telemetry = self.sampler.between(event["begin"], event["end"])
+            done.flags = flags(done.telemetry)
+            self.result.rounds.append(done)
             return self._rest_of_cell()
         if kind in ("cell_done", "cell_failed"):
             assert self.current is not None
@@ -145,6 +152,11 @@ class Supervisor:
             self._done(self.current, self.result)
             return BETWEEN_S if self.left else CLOSE_S
         return CLOSE_S  # finished
+
+    def _note(self, text: str) -> None:
+        """A line of the supervisor's own in the worker's log."""
+        with self.log.open("ab") as log:
+            log.write(f"=== {text}\n".encode())
 
     def _rest_of_cell(self) -> float:
         """A round does not extend its cell's limit."""

@@ -112,8 +112,8 @@ def run_cell(
                 for index in range(cell.warmup_rounds + cell.rounds):
                     warm = index < cell.warmup_rounds
                     chosen = prompts[: cell.warmup_prompts] if warm else batch
-                    done, tokens = _round(backend, cell, chosen, index, warm)
-                    events.send("round", round=done.model_dump())
+                    done, tokens, (begin, end) = _round(backend, cell, chosen, index, warm)
+                    events.send("round", round=done.model_dump(), begin=begin, end=end)
         samples = _samples(spec.model, batch, tokens[:: cell.samples]) if mode == "bench" else []
         events.send(
             "cell_done",
@@ -133,8 +133,12 @@ def run_cell(
 
 def _round(
     backend: Backend, cell: Cell, prompts: list[list[int]], index: int, warmup: bool, most: int | None = None
-) -> tuple[Round, list[list[int]]]:
-    """One timed rollout. More prompts than the cell's (a large warm-up) go in slices of them. most: cuts lengths."""
+) -> tuple[Round, list[list[int]], tuple[float, float]]:
+    """One timed rollout. More prompts than the cell's (a large warm-up) go in slices of them. most: cuts lengths.
+
+    Returns: the round; its token ids, a list a completion; begin of its first and end of its last slice on
+    time.monotonic(), a clock that the supervisor shares.
+    """
     tokens: list[list[int]] = []
     wall = 0.0
     prefill: float | None = 0.0
@@ -142,11 +146,14 @@ def _round(
     decoded = 0
     lengths = [min(length, most or length) for length in cell.lengths(len(prompts))]
     backend.forget()
+    started = time.time()
+    begin = end = time.monotonic()
     for first in range(0, len(prompts), cell.prompts):
         part, new = prompts[first : first + cell.prompts], lengths[first : first + cell.prompts]
         begun = time.perf_counter()
         result = backend.generate(part, cell.sampling_values, new, cell.ignore_eos, cell.seed, cell.samples)
         wall += time.perf_counter() - begun
+        end = time.monotonic()
         check_counts(result.tokens, new, cell.samples, cell.ignore_eos)
         tokens += result.tokens
         prefill = None if prefill is None or result.prefill_s is None else prefill + result.prefill_s
@@ -163,8 +170,9 @@ def _round(
         decode_tokens=None if decode is None else decoded,
         warmup=warmup,
         tokens_sha256=hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
+        started=started,
     )
-    return done, tokens
+    return done, tokens, (begin, end)
 
 
 def check_counts(tokens: list[list[int]], new_tokens: list[int], samples: int, exact: bool) -> None:

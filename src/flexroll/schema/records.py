@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell
@@ -22,11 +22,59 @@ class Base(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
+class Range(Base):
+    """What one quantity was over the samples of a round that tell it."""
+
+    median: float
+    min: float
+    max: float
+
+
+class Telemetry(Base):
+    """The machine while one round ran, from `samples` looks at it (`flexroll.bench.telemetry`).
+
+    None, and then not written: not told here, as every GPU quantity on a CPU. Shares are of the samples that tell.
+    """
+
+    samples: int = Field(ge=1, description="1 may be of the moment after a round that ended between two samples.")
+    sm_mhz: Range | None = Field(None, description="Clock of the GPU's multiprocessors.")
+    sm_max_mhz: float | None = None
+    memory_mhz: Range | None = Field(None, description="Clock of the GPU's memory.")
+    memory_max_mhz: float | None = None
+    power_w: Range | None = Field(None, description="Of the whole card.")
+    power_limit_w: float | None = Field(None, description="The limit that is enforced.")
+    temperature_c: Range | None = None
+    energy_j: float | None = Field(
+        None, description="Of the whole card, from the round's begin to its end, interpolated between samples."
+    )
+    memory_bytes: int | None = Field(None, description="Most in use on the card, by everything.")
+    reasons: dict[str, float] | None = Field(
+        None, description="Share of samples in which the driver gave this reason for the clock; those it gave at all."
+    )
+    low_clock_share: float | None = Field(
+        None, description="Share of samples with an SM clock far below its maximum on a card that was not idle."
+    )
+    foreign_processes: int | None = Field(
+        None, description="Most processes on the card that are not the job's, of those that the driver shows here."
+    )
+    foreign_bytes: int | None = Field(None, description="Most memory that those held on the card.")
+    other_load_cores: Range | None = Field(
+        None, description="Cores' worth of CPU time that others took: the machine's, less that of the job's processes."
+    )
+    other_load_share: float | None = Field(None, description="Share of samples in which others took much of the CPU.")
+    cpu_mhz: Range | None = Field(None, description="Mean of the cores' clocks.")
+
+    @model_serializer(mode="wrap")
+    def _told(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
 class Round(Base):
     """One rollout of the cell's batch.
 
     tokens: generated tokens, counted from the returned ids. wall_s: seconds around the whole call, prefill included.
-    prefill_s, decode_s: where the backend tells them apart. warmup: excluded from every statistic.
+    prefill_s, decode_s: where the backend tells them apart. warmup: excluded from every statistic. flags: what
+    disturbed the round, in words (`flexroll.bench.telemetry.RULES`); such a round counts like any other.
     """
 
     index: int
@@ -39,6 +87,9 @@ class Round(Base):
     )
     warmup: bool = False
     tokens_sha256: str = Field("", description="Hash of the token ids, to see whether rounds repeat.")
+    started: float | None = Field(None, description="Unix time of its begin, seconds.")
+    telemetry: Telemetry | None = None
+    flags: list[str] = []
 
     @property
     def tps(self) -> float:

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import synthetic
 from flexroll.analysis import collect, statistics
-from flexroll.analysis.blocks import paired_ratio, sessions_of
+from flexroll.analysis.blocks import paired_ratio
 from flexroll.analysis.model import CellRow, Result
+from flexroll.analysis.pairs import key_of, sessions_by_key
 from flexroll.analysis.run import analyse, read_analysis
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, expand
@@ -83,6 +84,10 @@ def results(
     synthetic.write_run(path, config, truth.record)
     rows, _ = collect.collect(config, path)
     return rows, collect.combine(rows, config)
+
+
+def sessions_of(result: Result, rows: list[CellRow]) -> list[CellRow]:
+    return sessions_by_key(rows)[key_of(result)]
 
 
 def test_interval_of_a_result(tmp_path: Path) -> None:

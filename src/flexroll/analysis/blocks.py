@@ -8,23 +8,21 @@ Brecht, ICPE'17, found 38 % between identical systems measured one after the oth
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from statistics import median
 
-from flexroll.analysis.model import CellRow, Comparison, Configuration, Workload
+from flexroll.analysis.model import CellRow, Comparison, Workload
 from flexroll.analysis.statistics import CONFIDENCE, MIN_SESSIONS, interval
 
 Metric = str | Callable[[CellRow], float | None]
 
 
-def sessions_of(configuration: Configuration, cells: Iterable[CellRow]) -> list[CellRow]:
-    """The cells of a configuration, such as a result: one a session, whatever became of it."""
-    names = tuple(Configuration.model_fields)
-    key = [getattr(configuration, name) for name in names]
-    return [cell for cell in cells if [getattr(cell, name) for name in names] == key]
-
-
-def paired_ratio(over: Sequence[CellRow], under: Sequence[CellRow], metric: Metric = "tps_median") -> Comparison:
+def paired_ratio(
+    over: Sequence[CellRow],
+    under: Sequence[CellRow],
+    metric: Metric = "tps_median",
+    across: Collection[str] = (),
+) -> Comparison:
     """How many times `under`'s metric `over`'s is, with a 95 % interval over blocks.
 
     A block is a session number that both sides measured on the same device, prompts and workload; its ratio is that of
@@ -36,6 +34,7 @@ def paired_ratio(over: Sequence[CellRow], under: Sequence[CellRow], metric: Metr
         over, under: the sessions of one configuration each; those that did not end ok are left out.
         metric: a field of CellRow or a function of one; any positive quantity that is one number a session, such as
             "decode_tps_median". None: this session does not tell it.
+        across: fields of the workload in which the two may differ, where that is what is compared.
 
     Returns:
         The comparison. Its verdict is about rates: of another metric, read "faster" as "more".
@@ -48,7 +47,7 @@ def paired_ratio(over: Sequence[CellRow], under: Sequence[CellRow], metric: Metr
     refused: list[str] = []
     for session in sorted(first.keys() & second.keys()):
         a, b = first[session], second[session]
-        reason = _mismatch(a, b)
+        reason = _mismatch(a, b, across)
         if reason is None:
             x, y = _value(a, metric), _value(b, metric)
             if x is not None and y is not None:
@@ -104,7 +103,7 @@ def _listed(sessions: Iterable[int]) -> str:
     return ", ".join(map(str, sorted(sessions)))
 
 
-def _mismatch(a: CellRow, b: CellRow) -> str | None:
+def _mismatch(a: CellRow, b: CellRow, across: Collection[str]) -> str | None:
     """Why two cells of one session are no block, or None."""
     devices = _device(a), _device(b)
     if None in devices:
@@ -116,7 +115,11 @@ def _mismatch(a: CellRow, b: CellRow) -> str | None:
     if a.workload is None or b.workload is None:
         return "a record does not tell what a round did"
     pairs = {name: (getattr(a.workload, name), getattr(b.workload, name)) for name in Workload.model_fields}
-    differ = [f"{name} {mine} against {theirs}" for name, (mine, theirs) in pairs.items() if mine != theirs]
+    differ = [
+        f"{name} {mine} against {theirs}"
+        for name, (mine, theirs) in pairs.items()
+        if mine != theirs and name not in across
+    ]
     return f"the two sides did different work: {', '.join(differ)}" if differ else None
 
 

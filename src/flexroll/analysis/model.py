@@ -179,6 +179,17 @@ class Comparison(Base):
     reason: str = ""
 
 
+class Pair(Base):
+    """One result set against another. kind: what they differ in (`pairs.make_pairs`); across: fields of the workload
+    that differ as well."""
+
+    kind: Literal["vllm", "option", "stack"]
+    over: Configuration
+    under: Configuration
+    across: list[str] = []
+    comparison: Comparison
+
+
 class EnvironmentRow(Base):
     """What a stack's cells ran in; every list holds the distinct values met, so that a mixed run shows."""
 
@@ -263,6 +274,7 @@ class Analysis(Base):
     left_out: list[str]
     cells: list[CellRow]
     results: list[Result]
+    pairs: list[Pair] = []
     environments: list[EnvironmentRow]
     drift: list[DriftRow]
     verdicts: list[VerdictRow]

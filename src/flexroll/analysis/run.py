@@ -12,6 +12,7 @@ from flexroll.analysis import claims as verdicts
 from flexroll.analysis import collect
 from flexroll.analysis.drift import read_drift
 from flexroll.analysis.model import Analysis
+from flexroll.analysis.pairs import make_pairs
 from flexroll.errors import FlexrollError
 from flexroll.schema.claims import load_claims
 from flexroll.schema.config import Config
@@ -47,6 +48,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         left_out=left_out,
         cells=rows,
         results=results,
+        pairs=make_pairs(results, rows),
         environments=collect.environments_by_stack(environments, chosen),
         drift=drift,
         verdicts=verdicts.judge_all(claims, run),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from flexroll.analysis.model import Analysis, CellRow, DriftRow, Result, VerdictRow
+from flexroll.analysis.model import Analysis, CellRow, DriftRow, Pair, Result, VerdictRow
 from flexroll.images.here import bill_suffix
 from flexroll.report import text
-from flexroll.report.measured import references
+from flexroll.report.measured import pairs_of, ratio
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import VERDICTS
 
@@ -39,13 +39,12 @@ def _fastest(analysis: Analysis) -> list[str]:
     found: list[str] = []
     for section in ("batch_sweep", "grpo", "group", "uneven"):
         flex = [r for r in analysis.results if r.section == section and r.backend == "flex" and r.status == "ok"]
-        paired = [r for r in flex if references(r, analysis)]
+        paired = {id(r): pairs for r in flex if (pairs := comparable(r, analysis))}
         if paired:
-            r = max(paired, key=lambda r: (r.batch, r.tps or 0))
+            r = max((r for r in flex if id(r) in paired), key=lambda r: (r.batch, r.tps or 0))
             shares = [
-                f"{text.percent(r.tps / other.tps)} of the {text.rate(other.tps)} tok/s of "  # type: ignore[operator]
-                f"{text.series_label(other.backend, other.adapter)} ({other.sampling})"
-                for other in references(r, analysis)
+                f"{ratio(p.comparison)} of {text.series_label(p.under.backend, p.under.adapter)} ({p.under.sampling})"
+                for p in paired[id(r)]
             ]
             found.append(
                 f"At batch {r.batch} ({text.SECTIONS[section]}) {text.series_label(r.backend, r.adapter)} generates "
@@ -59,6 +58,11 @@ def _fastest(analysis: Analysis) -> list[str]:
                 f"at batch {r.batch}, {r.sampling}; vLLM has no result of the same work."
             )
     return found
+
+
+def comparable(result: Result, analysis: Analysis) -> list[Pair]:
+    """vLLM's results of the same work that pair with this one."""
+    return [pair for pair in pairs_of(result, analysis, "vllm") if pair.comparison.ratio is not None]
 
 
 def _drift_sentence(d: DriftRow) -> str:

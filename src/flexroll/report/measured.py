@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from flexroll.analysis.model import Analysis, Result
+from flexroll.analysis.model import Analysis, Comparison, Pair, Result
+from flexroll.analysis.pairs import BASE_OPTION, key_of, version
 from flexroll.report import text
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import Published, same_model
 
 SETTING = ("experiment", "backend", "adapter", "batch", "sampling", "stack")
-
-
-def ranges_overlap(a: Result, b: Result) -> bool:
-    """True where the rounds of two results share a rate, so that their medians' order says little."""
-    return a.tps_min <= b.tps_best and b.tps_min <= a.tps_best  # type: ignore[operator]
 
 
 def judged_text(result: Result, analysis: Analysis) -> str:
@@ -27,30 +22,6 @@ def judged_text(result: Result, analysis: Analysis) -> str:
     return "coherent" if result.coherent else "broken"
 
 
-def references(result: Result, analysis: Analysis) -> list[Result]:
-    """vLLM's results of the same work: same experiment, batch, stack, prompts and device.
-
-    Those with the same sampling, or with another where there is none; with LoRA, LoRARequest before merged weights.
-    """
-    keys = ("experiment", "batch", "stack", "device_uuids", "prompts_sha256")
-    wanted = ["none"] if result.adapter == "none" else ["request", "merged"]
-    found = [
-        other
-        for other in analysis.results
-        if other.backend == "vllm"
-        and other.status == "ok"
-        and other.adapter in wanted
-        and all(getattr(other, k) == getattr(result, k) for k in keys)
-    ]
-    same = [other for other in found if other.sampling == result.sampling]
-    return sorted(same or found, key=lambda r: wanted.index(r.adapter))
-
-
-def reference(result: Result, analysis: Analysis) -> Result | None:
-    """The first of `references`: what a table sets the result against."""
-    return next(iter(references(result, analysis)), None)
-
-
 def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -> Table:
     """One row a configuration, by batch; columns that hold nothing here are left out."""
     gpu = analysis.published_gpu
@@ -58,7 +29,7 @@ def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -
     peak, total = ("Peak RSS, GB", "Machine in use, GB") if on_cpu else ("Peak, GB", "Device, GB")
     rows = []
     for r in sorted(results, key=lambda r: r.batch):
-        against, known = reference(r, analysis), published(r, analysis)
+        against, known = next(iter(pairs_of(r, analysis, "vllm")), None), published(r, analysis)
         rows.append(
             {
                 "Batch": batch(r),
@@ -67,10 +38,12 @@ def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -
                 "Sampling": r.sampling,
                 "Stack": r.stack,
                 "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
+                "95 % interval": text.interval(r.tps_low, r.tps_high),
                 "tok/s, best": text.rate(r.tps_best),
                 "Decode tok/s, median": text.rate(r.decode_tps),
                 "Rounds": rounds(r),
-                "% of vLLM": text.percent(r.tps / against.tps) if against and r.tps and against.tps else NONE,
+                "Flagged": str(r.rounds_flagged) if r.rounds_flagged else NONE,
+                "% of vLLM": ratio(against.comparison) if against else NONE,
                 "Weights, GB": text.gigabytes(r.memory.weights),
                 "KV, GB": text.gigabytes(r.memory.kv_reserved),
                 peak: text.gigabytes(r.memory.peak_allocated),
@@ -82,6 +55,26 @@ def sweep_table(results: list[Result], analysis: Analysis, existing: set[str]) -
         )
     table = Table(rows, frozenset({"Backend", "Option", "Sampling", "Stack", "Raw"}))
     return table.without_empty().without_constant("Option", "Sampling", "Stack")
+
+
+def pairs_of(result: Result, analysis: Analysis, kind: str) -> list[Pair]:
+    """What a result is set against, the best match first."""
+    key = key_of(result)
+    return [pair for pair in analysis.pairs if pair.kind == kind and key_of(pair.over) == key]
+
+
+def ratio(found: Comparison) -> str:
+    """`132 %`, with its interval where there is one; a dash where nothing pairs."""
+    inside = f" ({text.span(found.low, found.high, '%')})" if found.low is not None and found.high is not None else ""
+    return f"{text.percent(found.ratio)}{inside}"
+
+
+def gain(found: Comparison) -> str:
+    """`+3.1 %`, with its interval where there is one; a dash where nothing pairs."""
+    if found.ratio is None:
+        return NONE
+    ends = [text.percent(end - 1, 1, sign=True) for end in (found.low, found.high) if end is not None]
+    return f"{text.percent(found.ratio - 1, 1, sign=True)}{f' ({ends[0]} to {ends[1]})' if ends else ''}"
 
 
 def batch(result: Result) -> str:
@@ -143,14 +136,16 @@ def best_configs(analysis: Analysis) -> list[Best]:
 def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
     first = ok[0]
     where = f"{text.series_label(first.backend, first.adapter)}, batch {first.batch}, {first.sampling}, {first.stack}"
-    of = f"{text.rate(first.tps)} tok/s at the median of {text.plural(first.n, 'round')}"
+    of = f"{text.rate(first.tps)} tok/s at the median of {rounds(first)} rounds"
     sentences = [f"fastest is `{first.option}`: {of}."]
+    against = next(iter(pairs_of(first, analysis, "option")), None)
+    if against:
+        found = against.comparison
+        sentences.append(f"Against `{against.under.option}`: {gain(found)}, {found.verdict}.")
     if len(ok) > 1:
         second = ok[1]
-        gap = text.percent(1 - second.tps / first.tps, 1)  # type: ignore[operator]
-        overlap = ranges_overlap(first, second)
-        told = "their rounds overlap: this run cannot tell the two apart" if overlap else "their rounds do not overlap"
-        sentences.append(f"Next is `{second.option}`, {gap} slower; {told}.")
+        behind = text.percent(1 - second.tps / first.tps, 1)  # type: ignore[operator]
+        sentences.append(f"Next at the median is `{second.option}`, {behind} behind.")
     broken = [r.option for r in group if judged_text(r, analysis) == "broken"]
     if broken:
         sentences.append(f"Left out for broken text: {text.listed(f'`{name}`' for name in broken)}.")
@@ -164,9 +159,9 @@ def options_table(analysis: Analysis, existing: set[str]) -> Table:
     """Every option against `default` of the same setting."""
     rows = []
     for group in varied(analysis).values():
-        base = next((r for r in group if r.option == "default"), None)
+        base = next((r for r in group if r.option == BASE_OPTION), None)
         for r in group:
-            gain, apart = _against(r, base)
+            against = next(iter(pairs_of(r, analysis, "option")), None)
             rows.append(
                 {
                     "Backend": text.series_label(r.backend, r.adapter),
@@ -176,23 +171,17 @@ def options_table(analysis: Analysis, existing: set[str]) -> Table:
                     "Option": f"`{cell(r.option)}`",
                     "Sets": _sets(r, base),
                     "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
+                    "95 % interval": text.interval(r.tps_low, r.tps_high),
                     "tok/s, best": text.rate(r.tps_best),
-                    "Against default": gain,
-                    "Rounds apart": apart,
+                    "Gain": gain(against.comparison) if against else NONE,
+                    "Verdict": against.comparison.verdict if against else NONE,
                     "Text": judged_text(r, analysis),
                     f"Published {analysis.published_gpu}: tok/s": published_rate(r, analysis),
                     "Raw": text.links(r.files, existing),
                 }
             )
-    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Rounds apart", "Text", "Raw"})
+    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Verdict", "Text", "Raw"})
     return Table(rows, left).without_empty().without_constant("Backend", "Batch", "Sampling", "Stack")
-
-
-def _against(result: Result, base: Result | None) -> tuple[str, str]:
-    """Gain over the base at the medians, and whether the two's rounds are apart; dashes for the base itself."""
-    if base is None or result is base or not result.tps or not base.tps:
-        return NONE, NONE
-    return text.percent(result.tps / base.tps - 1, 1, sign=True), "no" if ranges_overlap(result, base) else "yes"
 
 
 def _sets(result: Result, base: Result | None) -> str:
@@ -220,12 +209,11 @@ def torch_versions_table(analysis: Analysis, existing: set[str]) -> Table:
     keys = ("section", "experiment", "backend", "adapter", "batch", "option", "sampling")
     for r in sorted(analysis.results, key=lambda r: r.section != "torch_versions"):
         grouped.setdefault(tuple(getattr(r, k) for k in keys), {})[r.stack] = r
-    stacks = sorted(analysis.stacks, key=_version)
+    stacks = sorted(analysis.stacks, key=version)
     rows = []
     for key, by_stack in grouped.items():
         if len(by_stack) < 2:
             continue
-        base, *others = (by_stack.get(stack) for stack in stacks)
         values = dict(zip(keys, key, strict=True))
         row = {
             "Experiment": f"`{values['experiment']}`",
@@ -235,15 +223,16 @@ def torch_versions_table(analysis: Analysis, existing: set[str]) -> Table:
             "Sampling": values["sampling"],
         }
         row |= {f"{s}: tok/s, median": _rate_or_status(by_stack.get(s)) for s in stacks}
-        for stack, other in zip(stacks[1:], others, strict=True):
-            gain, apart = _against(other, base) if other else (NONE, NONE)
+        for stack in stacks[1:]:
+            pair = next(iter(pairs_of(by_stack[stack], analysis, "stack")), None) if stack in by_stack else None
             row |= {
-                f"{stack} over {stacks[0]}": gain,
-                f"Rounds apart{'' if len(stacks) == 2 else f' ({stack})'}": apart,
+                f"{stack} over {stacks[0]}": gain(pair.comparison) if pair else NONE,
+                f"Verdict{'' if len(stacks) == 2 else f' ({stack})'}": pair.comparison.verdict if pair else NONE,
             }
         row["Raw"] = text.links([f for r in by_stack.values() for f in r.files], existing)
         rows.append(row)
-    table = Table(rows, frozenset({"Experiment", "Backend", "Option", "Sampling", "Rounds apart", "Raw"}))
+    verdicts = {h for row in rows for h in row if h.startswith("Verdict")}
+    table = Table(rows, frozenset({"Experiment", "Backend", "Option", "Sampling", "Raw", *verdicts}))
     return table.without_empty().without_constant("Option", "Sampling")
 
 
@@ -251,8 +240,3 @@ def _rate_or_status(result: Result | None) -> str:
     if result is None:
         return NONE
     return text.rate(result.tps) if result.status == "ok" else result.status
-
-
-def _version(stack: str) -> list[int]:
-    """torch2.9.1 before torch2.11: the numbers in a stack's name."""
-    return [int(part) for part in re.findall(r"\d+", stack)]

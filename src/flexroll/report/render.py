@@ -11,7 +11,7 @@ from typing import Any
 from flexroll.analysis.model import Analysis, Result, VerdictRow
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError
-from flexroll.report import drift, facts, measured, memory, samples, text
+from flexroll.report import drift, facts, measured, memory, samples, sentences, text
 from flexroll.report.figures import draw_all
 from flexroll.report.text import Table
 from flexroll.schema.config import Config
@@ -80,12 +80,13 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "best": measured.best_configs(analysis),
         "sweeps": {name: _tables(name, analysis, existing) for name in SWEEPS},
         "memory": [
-            (name, analysis.config["experiments"][name]["title"], memory.table(own, existing))
+            (name, analysis.config["experiments"][name]["title"], memory.table(own, existing), sentences.of_memory(own))
             for name in memory.experiments(analysis)
             if (own := [r for r in analysis.results if r.experiment == name])
         ],
         "remarks": facts.remarks(analysis.cells),
         "options": measured.options_table(analysis, existing),
+        "sentences": {"options": sentences.of_options(analysis), "stacks": sentences.of_stacks(analysis)},
         "options_asked": any(r.section == "options" for r in analysis.results),
         "broken": facts.broken_table(analysis.cells, existing),
         "notes": [(c.file, text.cell(c.note)) for c in analysis.cells if c.note],
@@ -102,18 +103,18 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
     }
 
 
-def _tables(section: str, analysis: Analysis, existing: set[str]) -> list[tuple[str, str, Table, str]]:
-    """(experiment, title, table, why it holds no measurement or '') of each experiment of a section."""
+def _tables(section: str, analysis: Analysis, existing: set[str]) -> list[tuple[str, str, Table, list[str]]]:
+    """(experiment, title, table, what it says or why it says nothing) of each experiment of a section."""
     tables = []
     for name, experiment in analysis.config["experiments"].items():
         own = [r for r in analysis.results if r.experiment == name and r.section == section]
         if own:
-            why = "" if any(r.status == "ok" for r in own) else _why(own)
-            tables.append((name, experiment["title"], measured.sweep_table(own, analysis, existing), why))
+            says = sentences.of_sweep(own, analysis) if any(r.status == "ok" for r in own) else [_why(own)]
+            tables.append((name, experiment["title"], measured.sweep_table(own, analysis, existing), says))
     return tables
 
 
 def _why(results: list[Result]) -> str:
     """The reasons of results none of which is ok, each once."""
     reasons = ("no record" if r.status == "missing" else f"{r.status}: {r.reason}" for r in results)
-    return "; ".join(dict.fromkeys(reasons))
+    return f"No measurement: {'; '.join(dict.fromkeys(reasons))}."

@@ -103,6 +103,11 @@ def quantity(value: float | bool | None, unit: str, metric: str = "", exact: boo
     return f"{number}×" if unit == "x" else f"{number} {unit}".strip()
 
 
+def interval(low: float | None, high: float | None) -> str:
+    """`12602–13068`, in tok/s; a dash where there is none."""
+    return NONE if low is None or high is None else f"{rate(low)}–{rate(high)}"
+
+
 def span(low: float, high: float, unit: str) -> str:
     """`12602–13068 tok/s`."""
     scale = 100 if unit == "%" else 1

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
 
-from flexroll.analysis.model import DriftRow, Result, VerdictRow
-from flexroll.schema.claims import AbsoluteClaim, ArithmeticClaim, BooleanClaim, Claim, ClaimsFile, RatioClaim, Selector
+from flexroll.analysis.blocks import paired_ratio
+from flexroll.analysis.model import CellRow, DriftRow, Result, VerdictRow
+from flexroll.analysis.pairs import Key, key_of
+from flexroll.errors import FlexrollError
+from flexroll.provenance import find_root
+from flexroll.schema.claims import (
+    AbsoluteClaim,
+    ArithmeticClaim,
+    BooleanClaim,
+    Claim,
+    ClaimsFile,
+    DifferenceClaim,
+    DriftFact,
+    DriftMetric,
+    RatioClaim,
+    Selector,
+    StatementClaim,
+    TestedClaim,
+    TrainFact,
+    TrainMetric,
+)
 
-DRIFT_METRICS = ("refresh_ms", "peft_max_abs_diff")
-DRIFT_FACTS = ("base_identical", "inference_identical", "merged_exact", "peft_drifts")
+DRIFT_METRICS, DRIFT_FACTS = get_args(DriftMetric), get_args(DriftFact)
+TRAINING = (*get_args(TrainMetric), *get_args(TrainFact))
+OVERLAP = "the two sides' rounds overlap, so no difference was seen"
+HOLDS = "the interval of the ratio holds the value, so no difference was seen"
+FIELDS = {"best": "best", "median": "median", "slowest": "min"}
 
 
 @dataclass(frozen=True)
@@ -20,15 +47,17 @@ class Run:
     results: list[Result]
     drift: list[DriftRow]
     left_out: list[str]
+    sessions: dict[Key, list[CellRow]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value with the range of the rounds behind it."""
+    """A value with the range of the rounds behind it, or its 95 % interval."""
 
     value: float
     low: float
     high: float
+    interval: bool = False
 
 
 class NotRunError(Exception):
@@ -49,22 +78,23 @@ def judge(claim: Claim, claims: ClaimsFile, run: Run) -> VerdictRow:
         topic=claim.topic,
         quote=claim.quote,
         note=claim.note,
+        gpu=claim.gpu,
+        direction=getattr(claim, "direction", ""),
         unit=getattr(claim, "unit", ""),
         metric=getattr(claim, "metric", ""),
         published=getattr(claim, "value", None),
         verdict="not run",
     )
+    if row.direction in ("more", "less") and row.published == 1:
+        row.published = None  # an order of two, without a number
+    try:
+        JUDGES[claim.kind](claim, claims, run, row)
+    except NotRunError as error:
+        row.verdict, row.reason = "not run", str(error)
     own = claim.own_source
-    if isinstance(claim, ArithmeticClaim):
-        row.published = claim.own_source.value if claim.own_source.operation in ("ratio", "change") else None
-    else:
-        try:
-            {"absolute": _absolute, "ratio": _ratio, "boolean": _boolean}[claim.kind](claim, claims, run, row)
-        except NotRunError as error:
-            row.verdict, row.reason = "not run", str(error)
     if own is not None:
         row.computed = own.computed
-        numbers = "; ".join(f"{n.label}: {n.value:g}" for n in own.numbers)
+        numbers = "; ".join(f"{label}: {value:g}" for label, value in own.numbers.items())
         if not own.holds:
             row.verdict, row.reason = "contradicted by its own source", own.note or numbers
         elif isinstance(claim, ArithmeticClaim):
@@ -81,29 +111,50 @@ def _pick(selector: Selector, run: Run) -> Result:
     ok = [r for r in found if r.status == "ok"]
     if not ok:
         raise NotRunError(f"{found[0].status}: {found[0].reason or selector}")
-    if len(ok) > 1:
-        raise NotRunError(f"{len(ok)} results match {selector}: the claim must say which")
-    return ok[0]
+    first = min(selector.rank(r) for r in ok)
+    meant = [r for r in ok if selector.rank(r) == first]
+    if len(meant) > 1:
+        raise NotRunError(f"{len(meant)} results match {selector}: the claim must say which")
+    return meant[0]
 
 
 def _value(result: Result, metric: str, statistic: str) -> Measured:
     if metric == "memory_gb":
-        used = result.memory.device_total
-        if used is None:
-            raise NotRunError("the record does not tell the device's memory in use")
-        return Measured(used / 1e9, used / 1e9, used / 1e9)
-    middle, best, low = getattr(result, metric), getattr(result, f"{metric}_best"), getattr(result, f"{metric}_min")
+        return _single(result.memory.device_total, 1e9, "the device's memory in use")
+    if metric == "start_s":
+        return _single(result.start_s, 1, "the seconds to start")
+    if metric == "round_s":
+        if not isinstance(result.new_tokens, int):
+            raise NotRunError("its sequences have lengths of their own")
+        tokens, rate = result.batch * result.new_tokens, _value(result, "tps", statistic)
+        return Measured(tokens / rate.value, tokens / rate.high, tokens / rate.low)
+    middle, best, slowest = (getattr(result, f"{metric}{end}") for end in ("", "_best", "_min"))
     if middle is None:
         raise NotRunError("the backend does not tell its decode time")
-    return Measured(best if statistic == "best" else middle, low, best)
+    low, high = (getattr(result, f"{metric}_{end}") for end in ("low", "high"))
+    if statistic == "median" and low is not None and high is not None:
+        return Measured(middle, low, high, interval=True)
+    return Measured({"best": best, "median": middle, "slowest": slowest}[statistic], slowest, best)
+
+
+def _single(value: float | None, scale: float, what: str) -> Measured:
+    if value is None:
+        raise NotRunError(f"the record does not tell {what}")
+    return Measured(value / scale, value / scale, value / scale)
+
+
+def _foreign(claim: Claim, claims: ClaimsFile, run: Run) -> str | None:
+    """Why a run of this model says nothing about the claim, or None."""
+    if claim.any_model or claims.about_model(run.model):
+        return None
+    return f"published for {claims.model}; this run's model is {run.model}"
 
 
 def _fit(claim: Claim, claims: ClaimsFile, run: Run, results: list[Result]) -> str | None:
     """Why these results cannot judge the claim, or None: another model, no GPU, another GPU."""
-    if not claims.about_model(run.model):
-        return f"published for {claims.model}; this run's model is {run.model}"
-    if claim.gpu == "none":
-        return None
+    foreign = _foreign(claim, claims, run)
+    if foreign or claim.gpu == "none":
+        return foreign
     if not all(result.on_gpu for result in results):
         return "measured on a CPU, which says nothing about a GPU"
     if claim.gpu != "any" and not all(claim.gpu.lower() in device.lower() for r in results for device in r.devices):
@@ -117,63 +168,112 @@ def _device(results: list[Result]) -> str:
 
 def _early(claim: Claim, claims: ClaimsFile, run: Run) -> None:
     """Reasons that hold for the whole run come before those of single cells: they say more."""
-    if not claims.about_model(run.model):
-        raise NotRunError(f"published for {claims.model}; this run's model is {run.model}")
+    if getattr(claim, "metric", "") in TRAINING:
+        raise NotRunError("GRPO is not in this run")
+    foreign = _foreign(claim, claims, run)
+    if foreign:
+        raise NotRunError(foreign)
     known = [r for r in run.results if r.on_gpu is not None]
     if claim.gpu != "none" and known and not any(r.on_gpu for r in known):
         raise NotRunError("this run is on a CPU, which says nothing about a GPU")
 
 
 def _absolute(claim: AbsoluteClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
-    if claim.metric in DRIFT_METRICS:
+    if claim.metric in DRIFT_METRICS and claim.metric != "refresh_share":
         _drift_value(claim, claims, run, row)
         return
     _early(claim, claims, run)
     result = _pick(claim.cells, run)
-    measured = _value(result, claim.metric, claim.statistic)
-    row.measured, row.low, row.high = measured.value, measured.low, measured.high
     row.files, row.device = result.files, _device([result])
+    if claim.metric == "refresh_share":
+        measured = _refresh_share(claim, result, run, row)
+    else:
+        measured = _value(result, claim.metric, claim.statistic)
+    row.measured, row.low, row.high, row.interval = measured.value, measured.low, measured.high, measured.interval
     reason = _fit(claim, claims, run, [result])
     if reason:
         raise NotRunError(reason)
     _compare(claim, measured, row, distinct=True)
 
 
-def _ratio(claim: RatioClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
+def _refresh_share(claim: AbsoluteClaim, result: Result, run: Run, row: VerdictRow) -> Measured:
+    """Seconds of a refresh over those of a round, both of one stack and device."""
+    drift = next((d for d in run.drift if d.stack == result.stack), None)
+    if drift is None or drift.refresh_ms_median is None:
+        raise NotRunError(f"no drift record of {result.stack} tells the time of a refresh")
+    if [drift.device] != result.devices:
+        raise NotRunError(f"refreshed on {drift.device}, generated on {_device([result])}")
+    row.files = [drift.file, *result.files]
+    seconds, refresh = _value(result, "round_s", claim.statistic), drift.refresh_ms_median / 1000
+    return Measured(refresh / seconds.value, refresh / seconds.high, refresh / seconds.low)
+
+
+def _pair(claim: RatioClaim | DifferenceClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
     _early(claim, claims, run)
     over, under = _pick(claim.over, run), _pick(claim.under, run)
-    a, b = _value(over, claim.metric, claim.statistic), _value(under, claim.metric, claim.statistic)
-    row.files, row.device = [*over.files, *under.files], _device([over, under])
+    a = _value(over, claim.metric, claim.statistic)
+    b = _value(under, claim.metric, getattr(claim, "under_statistic", None) or claim.statistic)
+    row.files, row.device = list(dict.fromkeys([*over.files, *under.files])), _device([over, under])
     if over.device_uuids != under.device_uuids:
         raise NotRunError("the two sides ran on different devices, and cards of one model differ")
     if over.prompts_sha256 != under.prompts_sha256:
         raise NotRunError("the two sides ran on different prompts")
-    measured = Measured(a.value / b.value, a.low / b.high, a.high / b.low)
-    row.measured, row.low, row.high = measured.value, measured.low, measured.high
+    if claim.kind == "difference":
+        measured = Measured(a.value - b.value, a.low - b.high, a.high - b.low)
+    else:
+        measured = Measured(a.value / b.value, a.low / b.high, a.high / b.low)
+    if over is under:  # two statistics of the same rounds
+        measured = Measured(measured.value, measured.value, measured.value)
+    else:
+        measured = _over_blocks(claim, over, under, run) or measured
+    row.measured, row.low, row.high, row.interval = measured.value, measured.low, measured.high, measured.interval
     reason = _fit(claim, claims, run, [over, under])
     if reason:
         raise NotRunError(reason)
     # A published difference is not reproduced by two sides whose rounds overlap.
-    _compare(claim, measured, row, distinct=claim.value == 1 or not measured.low <= 1 <= measured.high)
+    none = 0 if claim.kind == "difference" else 1
+    _compare(claim, measured, row, distinct=claim.value == none or not measured.low <= none <= measured.high)
 
 
-def _compare(claim: AbsoluteClaim | RatioClaim, measured: Measured, row: VerdictRow, distinct: bool) -> None:
-    slack = claim.tolerance * claim.value
+def _over_blocks(claim: RatioClaim | DifferenceClaim, over: Result, under: Result, run: Run) -> Measured | None:
+    """A ratio of rates taken session by session; None where too few pair for an interval, or it is none of rates."""
+    if claim.kind != "ratio" or claim.under_statistic or claim.metric not in ("tps", "decode_tps"):
+        return None
+    sides = (run.sessions.get(key_of(side), []) for side in (over, under))
+    found = paired_ratio(*sides, metric=f"{claim.metric}_{FIELDS[claim.statistic]}", across=("sampling",))
+    if found.ratio is None or found.low is None or found.high is None:
+        return None
+    return Measured(found.ratio, found.low, found.high, interval=True)
+
+
+def _compare(
+    claim: AbsoluteClaim | RatioClaim | DifferenceClaim, measured: Measured, row: VerdictRow, distinct: bool
+) -> None:
+    slack, around = claim.tolerance * claim.value, measured.low <= claim.value <= measured.high
+    close = abs(measured.value - claim.value) <= slack
     inside = {
-        "about": abs(measured.value - claim.value) <= slack,
+        "about": close,
         "at_least": measured.value >= claim.value - slack,
         "at_most": measured.value <= claim.value + slack,
+        "more": measured.value > claim.value and not around,
+        "less": measured.value < claim.value and not around,
+        "same": close or around,
     }[claim.direction]
+    side = "above" if measured.value > claim.value else "below"
+    overlap = HOLDS if measured.interval else OVERLAP
+    behind = "the 95 % interval" if measured.interval else "the range of the measured rounds"
     if inside and (distinct or claim.direction != "about"):
         row.verdict = "reproduced"
-    elif inside:
-        row.verdict, row.reason = "within noise", "the two sides' rounds overlap, so no difference was seen"
-    elif measured.low <= claim.value <= measured.high:
-        row.verdict, row.reason = "within noise", "outside the tolerance, inside the range of the measured rounds"
+        if claim.direction == "same" and not close:
+            row.reason = overlap
+    elif inside or (around and claim.direction in ("more", "less")):
+        row.verdict, row.reason = "within noise", overlap
+    elif around:
+        row.verdict, row.reason = "within noise", f"outside the tolerance, inside {behind}"
+    elif claim.direction in ("more", "less"):
+        row.verdict, row.reason = "not reproduced", f"{side} the published value, and {behind} does not hold it"
     else:
-        row.verdict = "not reproduced"
-        side = "above" if measured.value > claim.value else "below"
-        row.reason = f"{side} the published value by more than {claim.tolerance:.0%}"
+        row.verdict, row.reason = "not reproduced", f"{side} the published value by more than {claim.tolerance:.0%}"
 
 
 def _drifts(claim: AbsoluteClaim | BooleanClaim, run: Run) -> list[DriftRow]:
@@ -192,27 +292,37 @@ def _drift_where(rows: list[DriftRow], row: VerdictRow) -> None:
     row.device = "; ".join(sorted({f"{d.model}, {d.dtype}, {d.device}" for d in rows}))
 
 
+def _drift_metric(row: DriftRow, metric: str) -> float | None:
+    if metric == "refresh_ms":
+        return row.refresh_ms_median
+    if not row.peft:
+        return None
+    first, last = row.peft[0].max_abs_diff, row.peft[-1].max_abs_diff
+    return first if metric == "peft_max_abs_diff" else last / first if first else None
+
+
 def _drift_value(claim: AbsoluteClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
     rows = _drifts(claim, run)
-    if claim.metric == "refresh_ms":
-        values = [d.refresh_ms_median for d in rows if d.refresh_ms_median is not None]
-    else:
-        values = [d.peft[0].max_abs_diff for d in rows if d.peft]
+    values = [value for d in rows if (value := _drift_metric(d, claim.metric)) is not None]
     if not values:
         raise NotRunError("the drift record does not hold it")
     _drift_where(rows, row)
-    row.measured, row.low, row.high = max(values), min(values), max(values)
-    if not claims.about_model(run.model):
-        raise NotRunError(f"published for {claims.model}; this run's model is {run.model}")
+    measured = Measured(max(values), min(values), max(values))
+    row.measured, row.low, row.high = measured.value, measured.low, measured.high
+    foreign = _foreign(claim, claims, run)
+    if foreign:
+        raise NotRunError(foreign)
     devices = {d.device or "" for d in rows}
     if claim.gpu != "none" and any(device.startswith("cpu") for device in devices):
         raise NotRunError("measured on a CPU, which says nothing about a GPU")
     if claim.gpu not in ("none", "any") and not all(claim.gpu.lower() in device.lower() for device in devices):
         raise NotRunError(f"published for a {claim.gpu}; measured on {', '.join(sorted(devices))}")
-    _compare(claim, Measured(max(values), min(values), max(values)), row, distinct=True)
+    _compare(claim, measured, row, distinct=True)
 
 
 def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
+    if claim.metric in TRAINING:
+        row.published = None  # nothing of a run stands beside it
     if claim.metric in DRIFT_FACTS:
         rows = _drifts(claim, run)
         if claim.metric == "peft_drifts":
@@ -226,6 +336,8 @@ def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow)
     else:
         _cell_fact(claim, claims, run, row)
     row.verdict = "reproduced" if row.measured == claim.value else "not reproduced"
+    if claim.reason and row.measured:
+        _failed_so(claim, run, row)
 
 
 def _cell_fact(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
@@ -247,3 +359,52 @@ def _cell_fact(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRo
         row.measured = all(r.status == "failed" for r in found)
     row.files = [file for r in judged for file in r.files]
     row.device = ", ".join(sorted({run.model, _device(judged)}))
+
+
+def _failed_so(claim: BooleanClaim, run: Run, row: VerdictRow) -> None:
+    """A failure is the published one only where its reason holds the published words."""
+    reasons = {r.reason for r in run.results if claim.cells.matches(r) and r.status == "failed"}
+    others = sorted(reason for reason in reasons if claim.reason.lower() not in reason.lower())
+    if others:
+        row.verdict, row.reason = "not reproduced", f"it fails, but otherwise: {others[0] or 'without a reason'}"
+
+
+def _arithmetic(claim: ArithmeticClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
+    """The verdict is that of `own_source`."""
+    row.published = None if claim.own_source.compares else claim.own_source.value
+
+
+def _tested(claim: TestedClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
+    missing = [name for name in claim.tests if not _exists(name)]
+    if missing:
+        raise NotRunError(f"no such test in this tree: {', '.join(missing)}")
+    row.verdict, row.reason = "reproduced", f"asserted by {', '.join(claim.tests)}"
+
+
+def _exists(test: str) -> bool:
+    """Whether `tests/test_x.py::test_y` is in the tree."""
+    file, function = test.split("::")
+    try:
+        return function in _functions(find_root() / file)
+    except (FlexrollError, OSError):
+        return False
+
+
+@cache
+def _functions(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.M))
+
+
+def _statement(claim: StatementClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
+    raise NotRunError(claim.why)
+
+
+JUDGES: dict[str, Callable[[Any, ClaimsFile, Run, VerdictRow], None]] = {
+    "absolute": _absolute,
+    "ratio": _pair,
+    "difference": _pair,
+    "boolean": _boolean,
+    "arithmetic": _arithmetic,
+    "tested": _tested,
+    "statement": _statement,
+}

@@ -83,7 +83,7 @@ def _from_record(cell: Cell, record: Record, file: str) -> CellRow:
     stats: dict[str, Any] = {}
     if status == "ok" and whole is not None:
         stats = {"n": whole.n, "tps_median": whole.median, "tps_best": whole.best, "tps_min": whole.low}
-        flagged = [_flags(r) for r in record.measured if _flags(r)]
+        flagged = [r.flags for r in record.measured if r.flags]
         stats |= {"spread": whole.spread, "cv": whole.cv, "trend": statistics.trend([r.tps for r in record.measured])}
         stats |= {"rounds_flagged": len(flagged), "flags": sorted({flag for flags in flagged for flag in flags})}
         if decode is not None:
@@ -123,21 +123,17 @@ def _workload(cell: Cell) -> Workload:
 
 
 def _round(r: Round) -> RoundRow:
-    clock = getattr(getattr(r, "telemetry", None), "sm_mhz", None)
+    clock = r.telemetry.sm_mhz if r.telemetry else None
     return RoundRow(
         index=r.index,
         tokens=r.tokens,
         wall_s=r.wall_s,
         warmup=r.warmup,
         tokens_sha256=r.tokens_sha256,
-        started=getattr(r, "started", None),
+        started=r.started,
         sm_clock=clock.median if clock else None,
-        flags=_flags(r),
+        flags=r.flags,
     )
-
-
-def _flags(r: Round) -> list[str]:
-    return list(getattr(r, "flags", []))
 
 
 def is_gpu(environment: Environment) -> bool:

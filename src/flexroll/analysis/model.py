@@ -257,6 +257,7 @@ class VerdictRow(Base):
     measured: float | bool | None = None
     low: float | None = None
     high: float | None = None
+    interval: bool = False
     computed: float | None = None
     verdict: Verdict
     reason: str = ""

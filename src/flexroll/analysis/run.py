@@ -12,7 +12,7 @@ from flexroll.analysis import claims as verdicts
 from flexroll.analysis import collect
 from flexroll.analysis.drift import read_drift
 from flexroll.analysis.model import Analysis
-from flexroll.analysis.pairs import make_pairs
+from flexroll.analysis.pairs import make_pairs, sessions_by_key
 from flexroll.errors import FlexrollError
 from flexroll.schema.claims import load_claims
 from flexroll.schema.config import Config
@@ -41,7 +41,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
     results = collect.combine(rows, config)
     drift = read_drift(config, results_dir, chosen)
     left_out = [stack for stack in config.stacks if stack not in chosen]
-    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out)
+    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions_by_key(rows))
     analysis = Analysis(
         config=config.model_dump(mode="json"),
         stacks=chosen,

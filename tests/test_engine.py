@@ -145,6 +145,9 @@ def test_zero_and_one_new_token(qwen3):
     one = engine.generate(prompts, SamplingParams(max_new_tokens=1, ignore_eos=True))
     assert ids(one) == reference_greedy(qwen3, prompts, 1)
     assert engine.stats.decode_tokens == 2 and engine.stats.prefill_tokens == 9  # a prompt's last token is decoded
+    first = engine.stats.first_token_s
+    engine.generate(prompts, SamplingParams(max_new_tokens=20, ignore_eos=True))
+    assert 0 < engine.stats.first_token_s < engine.stats.prefill_s + engine.stats.decode_s and first > 0
     assert engine.generate([], GREEDY) == []
 
 

@@ -380,7 +380,7 @@ def test_paged_attention_of_padding_rows(monkeypatch):
 
 
 def prompts_in_cache(group, head_dim, page_size, lengths, dtype=torch.float32):
-    """Keys and values of all tokens of `lengths`; the cache, its slots, and queries {slot: [tokens, heads, head_dim]}."""
+    """Keys and values of all tokens of `lengths`: the cache, its slots, {slot: queries [tokens, heads, head_dim]}."""
     config = config_of(group=group, head_dim=head_dim)
     cache, slots, _ = filled(config, [n + 1 for n in lengths], page_size, dtype)
     slots = slots.tolist()

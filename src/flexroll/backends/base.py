@@ -38,13 +38,16 @@ class EngineSpec:
 class Generation:
     """Result of one call: generated ids without the prompt, all samples of a prompt together, in prompt order.
 
-    Times where the backend can tell; decode_tokens: of its decode steps, where that is not all but the first ones.
+    What follows where the backend can tell. decode_tokens: of its decode steps, where that is not all but the first
+    ones; steps: how many those were; first_token_s: seconds until the first token of any sequence was there.
     """
 
     tokens: list[list[int]]
     prefill_s: float | None = None
     decode_s: float | None = None
     decode_tokens: int | None = None
+    steps: int | None = None
+    first_token_s: float | None = None
 
 
 class Backend(ABC):

@@ -74,7 +74,14 @@ class FlexBackend(Backend):
         ]
         completions = self.engine.generate(prompts, params)
         stats = self.engine.stats
-        return Generation([c.token_ids for c in completions], stats.prefill_s, stats.decode_s, stats.decode_tokens)
+        return Generation(
+            [c.token_ids for c in completions],
+            stats.prefill_s,
+            stats.decode_s,
+            stats.decode_tokens,
+            stats.steps,
+            stats.first_token_s,
+        )
 
     def memory(self) -> dict[str, int | None]:
         """Weights in use: the inference copy and, where an adapter is merged, the pristine matrices beside it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from flexroll.backends import transformers_common as common
 from flexroll.backends.base import Backend, EngineSpec, Generation
 from flexroll.schema.config import Sampling
@@ -16,6 +18,7 @@ class TransformersGenerate(Backend):
         self.model = common.load_model(spec, "sdpa")
         self.running = spec.max_batch
         self._cached_tokens = 0
+        self._first_token: float | None = None
 
     def prepare(self, running: int) -> None:
         self.running = running
@@ -41,9 +44,15 @@ class TransformersGenerate(Backend):
         common.check_request(self.spec, prompts, new_tokens)
         torch.manual_seed(seed)
         rows: list[list[int]] = []
+        begun, self._first_token = time.perf_counter(), None
         for part, lengths in common.static_batches(prompts, new_tokens, samples, self.running):
             rows += self._batch(part, sampling, lengths, ignore_eos)
-        return Generation(rows)
+        return Generation(rows, first_token_s=self._first_token - begun if self._first_token else None)
+
+    def _note_token(self, *_: object, **__: object) -> bool:
+        """Called after each token, as a stopping criterion that never holds."""
+        self._first_token = self._first_token or time.perf_counter()
+        return False
 
     def _batch(
         self, prompts: list[list[int]], sampling: Sampling, new_tokens: list[int], ignore_eos: bool
@@ -59,7 +68,9 @@ class TransformersGenerate(Backend):
             **common.sampling_arguments(sampling),
         )
         with torch.inference_mode():
-            out = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+            out = self.model.generate(
+                input_ids=ids, attention_mask=mask, generation_config=config, stopping_criteria=[self._note_token]
+            )
         self._cached_tokens = max(self._cached_tokens, out.shape[0] * out.shape[1])
         return common.finish(out[:, ids.shape[1] :].tolist(), self.eos, new_tokens, ignore_eos)
 

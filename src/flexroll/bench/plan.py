@@ -97,8 +97,9 @@ def cell_seconds(cell: Cell, on_gpu: bool) -> float:
     if BACKENDS[cell.backend].needs_gpu and not on_gpu:
         return 0.0
     speed = tokens_per_s(cell, on_gpu)
-    measured, warm = sum(cell.lengths(cell.prompts)), sum(cell.lengths(cell.warmup_prompts))
-    return (cell.rounds * measured + cell.warmup_rounds * warm) * cell.samples / speed
+    measured, warm = (sum(cell.lengths(n)) * cell.samples / speed for n in (cell.prompts, cell.warmup_prompts))
+    calls = max(1, math.ceil(cell.min_round_s / measured))
+    return cell.rounds * calls * measured + cell.warmup_rounds * warm
 
 
 def start_seconds(backend: str, on_gpu: bool) -> float:

@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from flexroll.backends.base import Backend, EngineSpec
+from flexroll.backends.base import Backend, EngineSpec, Generation
 from flexroll.bench.coherence import judge
 from flexroll.bench.memory import MemoryWatch, device_in_use
 from flexroll.bench.task import Task, read_prompts
@@ -134,45 +134,61 @@ def run_cell(
 def _round(
     backend: Backend, cell: Cell, prompts: list[list[int]], index: int, warmup: bool, most: int | None = None
 ) -> tuple[Round, list[list[int]], tuple[float, float]]:
-    """One timed rollout. More prompts than the cell's (a large warm-up) go in slices of them. most: cuts lengths.
+    """One timed rollout, repeated until a measured round is as long as the cell asks.
 
-    Returns: the round; its token ids, a list a completion; begin of its first and end of its last slice on
-    time.monotonic(), a clock that the supervisor shares.
+    More prompts than the cell's (a large warm-up) go in slices of them. most: cuts lengths.
+
+    Returns: the round; the token ids of the first run of its batch, a list a completion; begin of the first and end of
+    the last call on time.monotonic(), a clock that the supervisor shares.
     """
-    tokens: list[list[int]] = []
-    wall = 0.0
-    prefill: float | None = 0.0
-    decode: float | None = 0.0
-    decoded = 0
     lengths = [min(length, most or length) for length in cell.lengths(len(prompts))]
-    backend.forget()
-    started = time.time()
-    begin = end = time.monotonic()
-    for first in range(0, len(prompts), cell.prompts):
-        part, new = prompts[first : first + cell.prompts], lengths[first : first + cell.prompts]
-        begun = time.perf_counter()
-        result = backend.generate(part, cell.sampling_values, new, cell.ignore_eos, cell.seed, cell.samples)
-        wall += time.perf_counter() - begun
-        end = time.monotonic()
-        check_counts(result.tokens, new, cell.samples, cell.ignore_eos)
-        tokens += result.tokens
-        prefill = None if prefill is None or result.prefill_s is None else prefill + result.prefill_s
-        decode = None if decode is None or result.decode_s is None else decode + result.decode_s
-        later = sum(map(len, result.tokens)) - len(result.tokens)
-        decoded += later if result.decode_tokens is None else result.decode_tokens
-    total = sum(map(len, tokens))
+    parts = [slice(first, first + cell.prompts) for first in range(0, len(prompts), cell.prompts)]
+    results: list[Generation] = []
+    wall, calls = 0.0, 0
+    started, begin = time.time(), time.monotonic()
+    end = begin
+    while not calls or (not warmup and wall < cell.min_round_s):
+        backend.forget()
+        for part in parts:
+            new = lengths[part]
+            begun = time.perf_counter()
+            result = backend.generate(
+                prompts[part], cell.sampling_values, new, cell.ignore_eos, cell.seed, cell.samples
+            )
+            wall += time.perf_counter() - begun
+            end = time.monotonic()
+            check_counts(result.tokens, new, cell.samples, cell.ignore_eos)
+            results.append(result)
+        calls += 1
+    tokens = [ids for result in results[: len(parts)] for ids in result.tokens]
     done = Round(
         index=index,
-        tokens=total,
+        tokens=sum(len(ids) for result in results for ids in result.tokens),
         wall_s=wall,
-        prefill_s=prefill,
-        decode_s=decode,
-        decode_tokens=None if decode is None else decoded,
+        prefill_s=_total([result.prefill_s for result in results]),
+        decode_s=_total([result.decode_s for result in results]),
+        decode_tokens=_total([_decoded(result) for result in results]),
+        steps=_total([result.steps for result in results]),
+        first_token_s=results[0].first_token_s,
+        calls=calls,
         warmup=warmup,
         tokens_sha256=hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
         started=started,
     )
     return done, tokens, (begin, end)
+
+
+def _decoded(result: Generation) -> int | None:
+    """Tokens of decode steps; None where the backend tells no decode time to set against them."""
+    if result.decode_s is None:
+        return None
+    later = sum(map(len, result.tokens)) - len(result.tokens)
+    return later if result.decode_tokens is None else result.decode_tokens
+
+
+def _total(values: list[Any]) -> Any:
+    """The sum; None unless every value is told."""
+    return None if None in values else sum(values)
 
 
 def check_counts(tokens: list[list[int]], new_tokens: list[int], samples: int, exact: bool) -> None:

@@ -235,6 +235,7 @@ class Engine:
             sorted((g for g in groups if g.sequences[0].finish_reason is None), key=lambda g: -g.sequences[0].budget)
         )
         self.stats = Stats()
+        self._pipeline.begin()
         started = time.perf_counter()
         clock = Clock(self.device)
         try:
@@ -251,6 +252,7 @@ class Engine:
             self._pipeline.abandon()
         self.stats.prefill_s = clock.seconds()
         self.stats.decode_s = time.perf_counter() - started - self.stats.prefill_s
+        self.stats.first_token_s = (self._pipeline.first_read or started) - started
         self.stats.preemptions = scheduler.preemptions
         return [completion_of(s) for s in sequences]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,11 @@ class Pipeline:
             torch.zeros(max_batch, 3, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(DEPTH + 1)
         ]
         self._turn = 0
+        self.first_read: float | None = None  # time.perf_counter() when the first tokens were here, see `begin`
+
+    def begin(self) -> None:
+        """A call of `generate` begins."""
+        self.first_read = None
 
     def launch(self, batch: Sequence[Running]) -> None:
         """Launch one step for these sequences, each of which has a page for its position n_cached."""
@@ -86,6 +92,8 @@ class Pipeline:
         event, out, batch = self._in_flight.popleft()
         if event is not None:
             event.synchronize()
+        if self.first_read is None:
+            self.first_read = time.perf_counter()
         values = out.numpy()
         tokens, logprobs = values[:, 0].tolist(), values[:, 1:].view(np.float32).tolist()
         if min(tokens) < 0 and any(t < 0 for t, s in zip(tokens, batch, strict=True) if s.finish_reason is None):

@@ -13,11 +13,13 @@ import torch
 class Stats:
     """Of the last `generate`. prefill_s: device seconds of prefill; decode_s: all other seconds of the call.
 
-    steps: decode steps. A prompt's last token is counted with decode, where it goes through the model.
+    first_token_s: seconds until the host had the first token of any sequence. steps: decode steps. A prompt's last
+    token is counted with decode, where it goes through the model.
     """
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    first_token_s: float = 0.0
     prefill_tokens: int = 0
     decode_tokens: int = 0
     steps: int = 0

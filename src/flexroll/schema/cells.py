@@ -48,6 +48,7 @@ class Cell(BaseModel):
     rounds: int
     warmup_rounds: int
     warmup_prompts: int
+    min_round_s: float = 0
     seed: int
     weights: Literal["written", "drawn"] = "written"
     variant: str = ""
@@ -172,6 +173,7 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
                     max_model_len=config.length_of(experiment),
                     rounds=experiment.rounds or config.repeats.rounds,
                     warmup_rounds=config.repeats.warmup_rounds,
+                    min_round_s=config.repeats.min_round_s,
                     warmup_prompts=experiment.warmup_prompts or batch // experiment.samples,
                     seed=config.seed,
                     weights=config.model.weights,

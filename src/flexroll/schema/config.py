@@ -167,6 +167,9 @@ class Repeats(Strict):
     sessions: int = Field(1, ge=1, description="Fresh processes a configuration.")
     rounds: int = Field(5, ge=1, description="Measured rounds a cell and session.")
     warmup_rounds: int = Field(1, ge=0, description="Rounds before them, recorded but excluded from every statistic.")
+    min_round_s: float = Field(
+        0, ge=0, description="A measured round runs its batch again until it has taken this long."
+    )
 
 
 class Limits(Strict):

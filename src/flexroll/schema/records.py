@@ -73,8 +73,9 @@ class Round(Base):
     """One rollout of the cell's batch.
 
     tokens: generated tokens, counted from the returned ids. wall_s: seconds around the whole call, prefill included.
-    prefill_s, decode_s: where the backend tells them apart. warmup: excluded from every statistic. flags: what
-    disturbed the round, in words (`flexroll.bench.telemetry.RULES`); such a round counts like any other.
+    prefill_s, decode_s: where the backend tells them apart. calls: how often the batch was run, one after the other,
+    for the round to be long enough; all counts and times are sums over them. warmup: excluded from every statistic.
+    flags: what disturbed the round, in words (`flexroll.bench.telemetry.RULES`); such a round counts like any other.
     """
 
     index: int
@@ -85,8 +86,13 @@ class Round(Base):
     decode_tokens: int | None = Field(
         None, description="Tokens of decode steps; where prefill steps sample, without each sequence's first token."
     )
+    steps: int | None = Field(None, description="Decode steps, where the backend tells.")
+    first_token_s: float | None = Field(
+        None, description="Seconds from the round's begin until the first token of any sequence, where told."
+    )
+    calls: int = Field(1, ge=1)
     warmup: bool = False
-    tokens_sha256: str = Field("", description="Hash of the token ids, to see whether rounds repeat.")
+    tokens_sha256: str = Field("", description="Hash of the first call's token ids, to see whether rounds repeat.")
     started: float | None = Field(None, description="Unix time of its begin, seconds.")
     telemetry: Telemetry | None = None
     flags: list[str] = []
@@ -95,6 +101,11 @@ class Round(Base):
     def tps(self) -> float:
         """Tokens of this round over seconds of this round."""
         return self.tokens / self.wall_s
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a decode step."""
+        return self.decode_s / self.steps if self.decode_s and self.steps else None
 
     @property
     def decode_tps(self) -> float | None:

@@ -20,12 +20,14 @@ from flexroll.bench import supervisor
 from flexroll.bench.coherence import judge, longest_repeat, nonprintable_share
 from flexroll.bench.inputs import find_job
 from flexroll.bench.job import bench, warmup
-from flexroll.bench.plan import cell_seconds, make_plan
+from flexroll.bench.plan import cell_seconds, make_plan, start_seconds
+from flexroll.bench.progress import Progress
 from flexroll.bench.retry import retry
 from flexroll.bench.worker import check_counts
 from flexroll.errors import FlexrollError
+from flexroll.schema.cells import expand
 from flexroll.schema.load import parse_config
-from flexroll.schema.records import read_record
+from flexroll.schema.records import Round, read_record
 
 FAKE = Path(__file__).with_name("fake_backend.py")
 JOB = "s-transformers_generate-none-default-s1"
@@ -271,6 +273,34 @@ def test_a_large_warm_up_goes_in_slices_of_the_batch(tree):
     tree.bench("Good", experiments=data["experiments"])
     assert [line.split()[2] for line in tree.calls("generate")] == ["2", "1", "2", "2"]
     assert read_record(tree.path(2)).rounds[0].tokens == 3 * NEW_TOKENS
+
+
+def test_progress_counts_the_runs_cells_and_scales_the_plan(tree, capfd, monkeypatch):
+    """Cells of other jobs count, those of a stack left out do not; an estimate four times too long is scaled."""
+    data = config_data(repeats={"rounds": 2, "sessions": 2})
+    config = parse_config(data)
+    cells = expand(config)
+    mine = [cell for cell in cells if cell.session == 1]
+    expected = [cell_seconds(cell, False) for cell in mine]
+    now = [0.0]
+    progress = Progress(config, tree.raw, mine, False, clock=lambda: now[0])
+    whole = 2 * sum(expected) + start_seconds("transformers_generate", False)
+    assert progress.seconds_left == pytest.approx(whole) and progress.summary().startswith("0 of 6 cells done, about ")
+    now[0] = expected[0] / 4
+    progress.cell_done(mine[0], measured=True)
+    assert progress.seconds_left == pytest.approx((2 * sum(expected) - expected[0]) / 4 + progress.starts)
+    done = Round(index=2, tokens=80, wall_s=2)
+    progress.round(mine[1], done)
+    progress.round(mine[1], done)  # too soon to say it again
+    now[0] += 6
+    progress.round(mine[1], Round(index=0, tokens=80, wall_s=2, warmup=True))
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2 and "1 of 6 cells done, about " in lines[0]
+    assert lines[0].endswith("now e, batch 2: round 2 of 2, 40 tok/s") and "warm-up round, 40 tok/s" in lines[1]
+    tree.bench("Good", repeats={"rounds": 2, "sessions": 2})
+    assert "3 of 6 cells done" in capfd.readouterr().err
+    monkeypatch.setenv("FLEXROLL_STACKS", "other")
+    assert Progress(config, tree.raw, [], False).total == 0
 
 
 def test_a_measured_round_goes_on_until_it_is_long_enough(tree):

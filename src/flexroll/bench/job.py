@@ -17,6 +17,7 @@ from flexroll.bench.inputs import Inputs, find_job, read_inputs
 from flexroll.bench.isolate import worker_env
 from flexroll.bench.lease import device_lease
 from flexroll.bench.process import Stopped
+from flexroll.bench.progress import Progress
 from flexroll.bench.supervisor import CellResult, Supervisor
 from flexroll.bench.task import Task
 from flexroll.errors import FlexrollError
@@ -24,7 +25,7 @@ from flexroll.images.here import bill_of_materials
 from flexroll.provenance import cell_key, device_class, variant
 from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
-from flexroll.schema.records import Record, read_record, write_json, write_record
+from flexroll.schema.records import Record, Round, read_record, write_json, write_record
 
 MANIFEST = "job.json"
 
@@ -54,6 +55,7 @@ def bench(
         kept = len(job.cells) - len(cells)
         say(f"{job.name}: {len(cells)} cells to measure" + (f", {kept} kept" if kept else ""))
         environment = describe(root, stack, job.backend)
+        progress = Progress(config, raw, cells, device != "cpu")
         _keep_bill(root, raw.parent / "sbom")
 
         def report(index: int, result: CellResult) -> None:
@@ -75,9 +77,14 @@ def bench(
                 log=f"logs/{log.name}",
             )
             write_record(folder / cell.file, record)
-            say(f"  {cell.file}: {_outcome(record)}")
+            progress.cell_done(cell, record.status == "ok")
+            say(f"  {cell.file}: {_outcome(record)}; {progress.summary()}")
 
-        _run("bench", config, job, cells, inputs, work, log, worker_env(root, job.stack, device), report, backend)
+        def watch(index: int, done: Round) -> None:
+            progress.round(cells[index], done)
+
+        env = worker_env(root, job.stack, device)
+        _run("bench", config, job, cells, inputs, work, log, env, report, backend, watch)
     write_manifest(folder, job, keys, out)
 
 
@@ -160,6 +167,7 @@ def _run(
     env: dict[str, str],
     report: Callable[[int, CellResult], None],
     backend: str | None,
+    watch: Callable[[int, Round], None] = lambda index, done: None,
 ) -> None:
     """Run `cells` of a job under a supervisor; the engine is sized for all of the job's cells."""
     if not cells:
@@ -179,7 +187,7 @@ def _run(
         "option": job.cells[0].option_values,
     }
     task = Task(mode=mode, backend=backend or job.backend, spec=spec, cells=cells, prompts=inputs.prompts)
-    supervisor = Supervisor(task, work / "jobs" / f"{mode}-{job.name}.json", log, config.limits, env, report)
+    supervisor = Supervisor(task, work / "jobs" / f"{mode}-{job.name}.json", log, config.limits, env, report, watch)
     try:
         supervisor.run()
     except Stopped:

@@ -42,7 +42,10 @@ class CellResult:
 
 
 class Supervisor:
-    """Runs a task to its end. `report(index, result)` is called once a cell, as soon as its fate is known."""
+    """Runs a task to its end.
+
+    `report(index, result)` is called once a cell, as soon as its fate is known, `watch(index, round)` once a round.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,9 @@ class Supervisor:
         limits: Limits,
         env: dict[str, str],
         report: Callable[[int, CellResult], None],
+        watch: Callable[[int, Round], None] = lambda index, done: None,
     ) -> None:
+        self.watch = watch
         self.task, self.task_file, self.log, self.limits, self.env, self.report = (
             task,
             task_file,
@@ -140,6 +145,8 @@ class Supervisor:
             done.telemetry = self.sampler.between(event["begin"], event["end"])
             done.flags = flags(done.telemetry)
             self.result.rounds.append(done)
+            assert self.current is not None
+            self.watch(self.current, done)
             return self._rest_of_cell()
         if kind in ("cell_done", "cell_failed"):
             assert self.current is not None

@@ -18,7 +18,7 @@ __all__ = ["REPORT", "binds", "choose_runtime", "container", "environment", "loo
 MAKE = "run `make images`"
 # All else of the caller's environment stays outside. FLEXROLL_PASS names more, separated by commas: HF_TOKEN, say.
 PASSED = (
-    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("FLEXROLL_STACKS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
     *("HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HF_HOME"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     *("FLEXROLL_DEBUG", "TZ", "LANG"),

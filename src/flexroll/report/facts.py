@@ -81,6 +81,23 @@ def _drift_sentence(d: DriftRow) -> str:
     return sentence + "."
 
 
+def split_claims(verdicts: list[VerdictRow], existing: set[str]) -> tuple[Table, Table]:
+    """The claims that have a verdict, and those that were not run."""
+    judged = [v for v in verdicts if v.verdict != "not run"]
+    return claims_table(judged, existing), claims_table([v for v in verdicts if v.verdict == "not run"], existing)
+
+
+def verdict_counts(topics: dict[str, list[VerdictRow]]) -> Table:
+    """How many claims of each topic got which verdict."""
+    rows = []
+    for topic, group in topics.items():
+        count = Counter(v.verdict for v in group)
+        rows.append(
+            {"Topic": text.SECTIONS[topic]} | {name: str(count[name]) if count[name] else NONE for name in VERDICTS}
+        )
+    return Table(rows, frozenset({"Topic"}))
+
+
 def claims_table(verdicts: list[VerdictRow], existing: set[str]) -> Table:
     """Published against measured, one row a claim."""
     rows = [

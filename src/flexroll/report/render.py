@@ -73,6 +73,8 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "figures": figures,
         "summary": facts.summary(analysis),
         "claims": [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()],
+        "verdicts": [(text.SECTIONS[topic], *facts.split_claims(group, existing)) for topic, group in topics.items()],
+        "verdict_counts": facts.verdict_counts(topics | {"broke": broke}),
         "environments": facts.environment_table(analysis, existing),
         "workload": facts.workload_table(analysis.config, analysis.results),
         "samplings": facts.sampling_lines(analysis.config),

@@ -17,6 +17,7 @@ if not PUBLISHED:
     include: "workflow/rules/warmup.smk"
     include: "workflow/rules/bench.smk"
     include: "workflow/rules/drift.smk"
+    include: "workflow/rules/perplexity.smk"
 
 
 rule all:

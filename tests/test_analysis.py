@@ -326,3 +326,18 @@ def test_bad_drift_is_a_row(tmp_path: Path, content: str | None) -> None:
     bad, good = analyse(config, tmp_path, CLAIMS).drift
     assert bad.status == ("missing" if content is None else "unreadable") and "torch2.11" in bad.reason
     assert good.status == "ok" and good.peft[2].max_abs_diff == pytest.approx(1.8e-4)
+
+
+def test_unlikely_text_is_broken(tmp_path: Path) -> None:
+    """A perplexity beyond the limit overrules the cheap signs; without a score they stand alone."""
+    config = synthetic.config()
+    cells = synthetic.write_run(tmp_path, config, lambda cell: synthetic.record(cell, samples=[synthetic.sample()] * 3))
+    scores = {f"raw/{cells[0].path}": [1.2, 1.4, None], f"raw/{cells[1].path}": [1.2, 1.3, 400.0]}
+    (tmp_path / "perplexity.json").write_text(json.dumps({"cells": scores}))
+    likely, unlikely, plain = collect.collect(config, tmp_path)[0][:3]
+    assert likely.coherent and likely.perplexity == pytest.approx(1.3) and not likely.coherence_notes
+    assert unlikely.coherent is False and unlikely.coherence_notes == ["perplexity 400"]
+    assert plain.coherent and plain.perplexity is None
+    (tmp_path / "perplexity.json").write_text('{"cells":')
+    with pytest.raises(FlexrollError, match="not what `flexroll perplexity` writes"):
+        collect.collect(config, tmp_path)

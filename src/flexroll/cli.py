@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -173,6 +174,14 @@ def bench(
 
 
 @app.command()
+def perplexity(config: ConfigOption, work: WorkOption, results: ResultsOption, out: OutOption) -> None:
+    """Score the sample completions under the reference model."""
+    from flexroll.bench.perplexity import perplexity as run
+
+    run(_config(config), work=work, results=results, out=out, root=_root())
+
+
+@app.command()
 def drift(config: ConfigOption, work: WorkOption, out: OutOption) -> None:
     """Verify that refreshing the merged weights never moves the base; contrast with merge and unmerge."""
     import json
@@ -213,6 +222,46 @@ def report(config: ConfigOption, results: ResultsOption) -> None:
     from flexroll.report.render import render
 
     print(render(_config(config), results, _root() / "report"))
+
+
+@app.command()
+def check(
+    results: Annotated[Path, typer.Argument(help="results/RUN.")],
+    config: Annotated[Path | None, typer.Option("--config", help="Default: what analysis.json holds.")] = None,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the findings to this file, too.")] = None,
+) -> None:
+    """Check a run's folder: whole, traceable, of equal work, plausible. Exit code 1 for an error."""
+    from flexroll.check import runner
+    from flexroll.provenance import find_root
+
+    root = None
+    with contextlib.suppress(FlexrollError):
+        root = find_root()
+    found = runner.check(results, config, root)
+    if json is not None:
+        runner.write(found, json)
+    runner.show(found)
+    raise typer.Exit(found.exit_code)
+
+
+@app.command()
+def compare(
+    run_a: Annotated[Path, typer.Argument(help="results/RUN to compare against.")],
+    run_b: Annotated[Path, typer.Argument(help="results/RUN to compare.")],
+    metric: Annotated[str, typer.Option("--metric", help="tps, decode_tps or memory.")] = "tps",
+    threshold: Annotated[float, typer.Option("--threshold", help="Least size of a regression, a fraction.")] = 0.02,
+    across_devices: Annotated[bool, typer.Option("--across-devices", help="Compare different devices, too.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="What B lacks or failed at is exit code 1, too.")] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write the comparison to this file, too.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write its table to this file, too.")] = None,
+) -> None:
+    """Compare two runs, configuration by configuration. Exit code 1 for a regression."""
+    from flexroll import compare as runs
+
+    found = runs.compare(run_a, run_b, metric, threshold, across_devices)
+    runs.write(found, json, markdown)
+    runs.show(found)
+    raise typer.Exit(found.exit_code(strict))
 
 
 @app.command()

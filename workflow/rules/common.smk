@@ -150,6 +150,7 @@ try:
         for name, modules in {
             "adapter": ["flexroll.lora.adapter"],
             "merge": ["flexroll.lora.adapter", "flexroll.lora.merge"],
+            "perplexity": ["flexroll.bench.perplexity"],
         }.items()
     }
 except FlexrollError as error:
@@ -162,5 +163,9 @@ PREFLIGHT = f"work/{RUN}/preflight-{re.sub(r'[^A-Za-z0-9]+', '_', DEVICE)}.json"
 PUBLISHED = Path(f"results/{RUN}/PUBLISHED").exists()
 MANIFESTS = [f"results/{RUN}/raw/{name}/job.json" for name in JOBS]
 DRIFT = [f"results/{RUN}/drift/{stack}.json" for stack in CONFIG.drift.stacks if stack in STACKS]
+# Random weights write noise, which no model finds likely.
+PERPLEXITY = [f"results/{RUN}/perplexity.json"] if CONFIG.model.source != "random" else []
 if PUBLISHED:
-    MANIFESTS, DRIFT = ([path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT))
+    MANIFESTS, DRIFT, PERPLEXITY = (
+        [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY)
+    )

@@ -5,6 +5,7 @@ rule analyse:
     input:
         manifests=MANIFESTS,
         drift=DRIFT,
+        perplexity=PERPLEXITY,
         claims="report/claims.yaml",
     output:
         table=f"results/{RUN}/table.csv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
@@ -17,10 +18,22 @@ from flexroll.schema.records import Environment, Record, Round, read_record
 if TYPE_CHECKING:
     import pandas
 
+# A model finds its own text likely: perplexities of 1 to 5. Noise comes near the size of the vocabulary.
+MAX_PERPLEXITY = 20.0
 IDENTITY = ("experiment", "section", "backend", "adapter", "batch", "option", "sampling", "stack")
 WORKLOAD = ("new_tokens", "samples", "slots")
 # Fields that a result's number depends on and that the record's path does not name.
 SETTINGS = tuple(name for name in Cell.model_fields if name not in (*IDENTITY, "session"))
+
+
+def read_perplexities(results: Path) -> dict[str, list[float | None]]:
+    """{file of a record: perplexity of each of its samples under the reference model}; {} where nobody scored them."""
+    try:
+        return json.loads((results / "perplexity.json").read_text())["cells"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise FlexrollError(f"{results}/perplexity.json: not what `flexroll perplexity` writes; run it again") from None
 
 
 def collect(
@@ -35,6 +48,7 @@ def collect(
     """
     rows: list[CellRow] = []
     environments: list[Environment] = []
+    perplexities = read_perplexities(results)
     for cell in expand(config, stacks):
         file = f"raw/{cell.path}"
         path = results / file
@@ -47,7 +61,7 @@ def collect(
         except OSError as error:
             rows.append(_row(cell, file, status="unreadable", reason=f"{file}: {error.strerror or error}"))
             continue
-        rows.append(_from_record(cell, record, file))
+        rows.append(_judged(_from_record(cell, record, file), perplexities.get(file, [])))
         if record.environment is not None:
             environments.append(record.environment)
     return rows, environments
@@ -110,6 +124,17 @@ def _from_record(cell: Cell, record: Record, file: str) -> CellRow:
         rounds=[_round(r) for r in record.rounds],
         **stats,
     )
+
+
+def _judged(row: CellRow, perplexities: list[float | None]) -> CellRow:
+    """The row with the perplexity of its samples, and text that is too unlikely called broken."""
+    told = [p for p in perplexities if p is not None]
+    if not told or row.coherent is None:
+        return row
+    changes: dict[str, Any] = {"perplexity": median(told)}
+    if max(told) > MAX_PERPLEXITY:
+        changes |= {"coherent": False, "coherence_notes": [*row.coherence_notes, f"perplexity {max(told):.3g}"]}
+    return row.model_copy(update=changes)
 
 
 def _workload(cell: Cell) -> Workload:
@@ -190,6 +215,7 @@ def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> 
         flags=sorted({flag for row in ok for flag in row.flags}),
         memory=MemoryRow(**{part: _over([r.memory for r in ok], part, max) for part in MemoryRow.model_fields}),
         coherent=_over(ok, "coherent", all),
+        perplexity=_over(ok, "perplexity", median),
         start_s=_over(ok, "start_s", median),
         devices=sorted({row.device for row in ok if row.device}),
         device_uuids=sorted({row.device_uuid for row in ok if row.device_uuid}),
@@ -268,5 +294,5 @@ def table(rows: list[CellRow]) -> pandas.DataFrame:
         data["file"] = data.pop("file")
         flat.append(data)
     frame = pandas.DataFrame(flat)
-    whole = [c for c in frame.columns if c.startswith("memory_")]
-    return frame.astype({c: "Int64" for c in (*whole, "slots")})
+    whole = [c for c in frame.columns if c.startswith("memory_") or c == "slots"]  # none where no stack has a cell
+    return frame.astype({c: "Int64" for c in whole})

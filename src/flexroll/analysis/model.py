@@ -71,7 +71,8 @@ class CellRow(Configuration):
     rounds: all of them, warm-up included and marked. tps_*: tok/s over this session's measured rounds, None unless
     status is ok. spread: (best - min) / median. cv: the rounds' sd over their mean. trend: relative change of tok/s
     from the first measured round to the last, where the rounds go one way; else None. rounds_flagged: measured rounds
-    with a flag, which count like any other; flags: the distinct ones. coherence: None without samples. note: where the
+    with a flag, which count like any other; flags: the distinct ones. coherent: None without samples.
+    perplexity: median of the samples', under the reference model. note: where the
     record was measured under other settings than the config now asks for. remark: how the backend did the work, where
     that is not plain. workload: None without a record. file: path relative to the run's folder.
     """
@@ -98,6 +99,7 @@ class CellRow(Configuration):
     flags: list[str] = []
     memory: MemoryRow = MemoryRow()
     coherent: bool | None = None
+    perplexity: float | None = None
     coherence_notes: list[str] = []
     start_s: float | None = None
     device: str | None = None
@@ -151,6 +153,7 @@ class Result(Configuration):
     flags: list[str] = []
     memory: MemoryRow = MemoryRow()
     coherent: bool | None = None
+    perplexity: float | None = None
     start_s: float | None = None
     devices: list[str] = []
     device_uuids: list[str] = []

@@ -42,8 +42,9 @@ def completions(analysis: Analysis, results: Path) -> dict[str, list[Completion]
         sample = samples[0]
         option = "" if row.option == "default" else f", {row.option}"
         label = f"{text.series_label(row.backend, row.adapter)}{option}, {row.sampling}, batch {row.batch}, {row.stack}"
-        notes = f" ({'; '.join(sample.coherence.notes)})" if sample.coherence.notes else ""
-        verdict = f"{'coherent' if sample.coherence.ok else 'broken'}{notes}"
+        notes = f" ({'; '.join(row.coherence_notes)})" if row.coherence_notes else ""
+        found_likely = f", perplexity {text.significant(row.perplexity)}" if row.perplexity is not None else ""
+        verdict = f"{'coherent' if row.coherent else 'broken'}{found_likely}{notes}"
         prompt = text.fence(text.clip(sample.prompt, PROMPT_LIMIT))
         block = text.fence(text.clip(sample.text, TEXT_LIMIT))
         found.setdefault(prompt, []).append(Completion(label, verdict, block, row.file))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from engine_models import random_checkpoint
+from flexroll.engine import decoder_config
 from flexroll.engine.weights import load_weights
 from flexroll.errors import FlexrollError
+from flexroll.schema.architecture import eos_ids
 
 
 @pytest.fixture
@@ -102,3 +108,21 @@ def test_tensors_missing_or_unknown(folder):
     fails(folder, "extra.weight")
     edit_tensors(folder, lambda t: (t.pop("model.layers.0.self_attn.extra.weight"), t.pop("model.norm.weight")))
     fails(folder, "model.norm.weight")
+
+
+EOS = st.one_of(st.none(), st.integers(0, 9), st.lists(st.integers(0, 9), max_size=3))
+
+
+@given(config=EOS, generation=EOS, files=st.booleans())
+def test_every_backend_ends_a_sequence_at_the_same_tokens(config, generation, files):
+    """The engine, which imports nothing of the pipeline, reads them by the same rule as all others."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, data = Path(name), {"eos_token_id": config}
+        (folder / "config.json").write_text(json.dumps(data))
+        if files:
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+        found = eos_ids(folder)
+        assert tuple(found) == decoder_config._eos_ids(folder, data)
+    named = [config, *([generation] if files else [])]
+    flat = [i for value in named for i in (value if isinstance(value, list) else [] if value is None else [value])]
+    assert found == list(dict.fromkeys(flat))

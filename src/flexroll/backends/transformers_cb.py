@@ -11,6 +11,7 @@ from typing import Any
 
 from flexroll.backends import transformers_common as common
 from flexroll.backends.base import Backend, EngineSpec, Generation
+from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 
 KEYS_4 = {"paged|sdpa": "sdpa_paged", "paged|eager": "eager_paged"}
@@ -57,7 +58,7 @@ class TransformersCb(Backend):
         logging.set_verbosity_error()
         self.spec = spec
         self.old = version()[0] == 4
-        self.eos = common.eos_ids(spec.model)
+        self.eos = architecture.eos_ids(spec.model)
         attention = spec.option.get("attention", "paged|sdpa")
         self.block_size = int(spec.option.get("block_size", 32))
         self.model = common.load_model(spec, KEYS_4[attention] if self.old else attention)

@@ -55,15 +55,6 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FlexrollError(f"{path}: not valid JSON; restore the checkpoint") from None
 
 
-def eos_ids(checkpoint: Path) -> list[int]:
-    """Token ids that end a sequence: generation_config.json first, then config.json; [] where neither names one."""
-    for name in ("generation_config.json", "config.json"):
-        value = read_json(checkpoint / name).get("eos_token_id")
-        if value is not None:
-            return [value] if isinstance(value, int) else list(value)
-    return []
-
-
 def kv_token_bytes(checkpoint: Path, dtype: str) -> int:
     """Bytes of K and V that one token takes over all layers, from config.json."""
     return architecture.kv_token_bytes(read_json(checkpoint / "config.json"), dtype)

@@ -6,6 +6,7 @@ import time
 
 from flexroll.backends import transformers_common as common
 from flexroll.backends.base import Backend, EngineSpec, Generation
+from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 
 
@@ -14,7 +15,7 @@ class TransformersGenerate(Backend):
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.eos = common.eos_ids(spec.model)
+        self.eos = architecture.eos_ids(spec.model)
         self.model = common.load_model(spec, "sdpa")
         self.running = spec.max_batch
         self._cached_tokens = 0

@@ -9,6 +9,7 @@ from typing import Any
 from flexroll.backends import transformers_common as common
 from flexroll.backends.base import Backend, EngineSpec, Generation
 from flexroll.errors import FlexrollError
+from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 
 
@@ -60,7 +61,7 @@ class Unsloth(Backend):
         from unsloth import FastLanguageModel  # before any import of transformers, which it rewrites
 
         self.spec = spec
-        self.eos = common.eos_ids(checkpoint)
+        self.eos = architecture.eos_ids(checkpoint)
         self.fast = bool(spec.option.get("fast_inference", False))
         self.request: Any = None
         self.running = spec.max_batch

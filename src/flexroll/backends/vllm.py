@@ -169,7 +169,7 @@ class Vllm(Backend):
         from vllm import LLM
 
         self.spec = spec
-        self.eos = common.eos_ids(spec.model)
+        self.eos = architecture.eos_ids(spec.model)
         self._children: list[Any] = []
         self.llm: Any = None
         try:

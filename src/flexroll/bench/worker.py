@@ -27,6 +27,7 @@ from flexroll.bench.coherence import judge
 from flexroll.bench.memory import MemoryWatch, device_in_use
 from flexroll.bench.task import Task, read_prompts
 from flexroll.errors import FlexrollError, one_line
+from flexroll.schema.architecture import eos_ids
 from flexroll.schema.cells import Cell
 from flexroll.schema.records import Round, Sample
 
@@ -225,7 +226,7 @@ def _samples(model: Path, prompts: list[list[int]], tokens: list[list[int]]) -> 
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    ends = _end_tokens(model)
+    ends = eos_ids(model)
     samples = []
     for prompt, ids in list(zip(prompts, tokens, strict=False))[:SAMPLES]:
         stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
@@ -236,17 +237,6 @@ def _samples(model: Path, prompts: list[list[int]], tokens: list[list[int]]) -> 
         shown = tokenizer.decode(prompt, skip_special_tokens=False)
         samples.append(Sample(prompt=shown, text=text, tokens=len(ids), coherence=verdict))
     return samples
-
-
-def _end_tokens(model: Path) -> set[int]:
-    ends: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        try:
-            value = json.loads((model / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError):
-            continue
-        ends |= set(value) if isinstance(value, list) else {value} if isinstance(value, int) else set()
-    return ends
 
 
 def _path(value: str | None) -> Path | None:

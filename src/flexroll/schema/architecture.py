@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from flexroll.errors import FlexrollError
@@ -59,3 +61,18 @@ def kv_token_bytes(config: dict[str, Any], dtype: str) -> int:
     kv_heads = config.get("num_key_value_heads") or heads
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * DTYPE_BYTES[dtype]
+
+
+def eos_ids(folder: Path) -> list[int]:
+    """Token ids that end a sequence: those of config.json and generation_config.json together, [] where neither names
+    one. Base and chat variants of a family disagree, and either may be generated; every backend stops at the same."""
+    ids: list[int] = []
+    for name in ("config.json", "generation_config.json"):
+        try:
+            value = json.loads((folder / name).read_text()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        except ValueError:
+            raise FlexrollError(f"{folder / name}: not valid JSON; restore the checkpoint") from None
+        ids += value if isinstance(value, list) else [] if value is None else [value]
+    return list(dict.fromkeys(int(i) for i in ids))

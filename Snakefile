@@ -24,6 +24,7 @@ rule all:
     default_target: True
     input:
         f"results/{RUN}/results.md",
+        f"results/{RUN}/results.html",
         # Named here so that a lost or cleared one (`flexroll retry`) is measured again though the document exists.
         MANIFESTS,
         DRIFT,

@@ -218,10 +218,13 @@ def analyse(config: ConfigOption, results: ResultsOption, stacks: StacksOption =
 
 @app.command()
 def report(config: ConfigOption, results: ResultsOption) -> None:
-    """analysis.json to results.md and its figures."""
+    """analysis.json to results.md, its figures, and results.html."""
+    from flexroll.report.page import page
     from flexroll.report.render import render
 
-    print(render(_config(config), results, _root() / "report"))
+    wanted, templates = _config(config), _root() / "report"
+    print(render(wanted, results, templates))
+    print(page(results, templates))
 
 
 @app.command()

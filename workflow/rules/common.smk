@@ -141,7 +141,7 @@ try:
             "prompts": ["flexroll.bench.prompts"],
             "drift": ["flexroll.lora.drift"],
             "analyse": ["flexroll.analysis.run"],
-            "report": ["flexroll.report.render"],
+            "report": ["flexroll.report.page"],
         }.items()
     }
     # Without what they import: a change to the engine must not make other engines' cells run again.

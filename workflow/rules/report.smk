@@ -33,6 +33,7 @@ rule report:
         template=sorted(str(path) for path in Path("report").iterdir() if path.name != "claims.yaml"),
     output:
         document=f"results/{RUN}/results.md",
+        page=f"results/{RUN}/results.html",
         figures=directory(f"results/{RUN}/figures"),
     log:
         f"{LOGS}/report.log",

@@ -227,7 +227,7 @@ def broken_table(cells: list[CellRow], existing: set[str]) -> Table:
 
 
 def rounds_table(cells: list[CellRow], existing: set[str]) -> Table:
-    """Every round of every cell with a record: seconds and tok/s, warm-up apart."""
+    """Every round of every cell with a record: seconds and tok/s, warm-up apart; the flagged ones by their number."""
     rows = []
     for c in cells:
         if not c.rounds:
@@ -235,6 +235,7 @@ def rounds_table(cells: list[CellRow], existing: set[str]) -> Table:
         own = [r for r in c.rounds if not r.warmup]
         name = c.file.removeprefix("raw/").removesuffix(".json")
         hashes = {r.tokens_sha256 for r in own if r.tokens_sha256}
+        flagged = [f"{number}: {', '.join(r.flags)}" for number, r in enumerate(own, 1) if r.flags]
         rows.append(
             {
                 "Cell": f"[{name}]({c.file})" if c.file in existing else name,
@@ -244,7 +245,8 @@ def rounds_table(cells: list[CellRow], existing: set[str]) -> Table:
                 "Rounds, s": " ".join(text.significant(r.wall_s) for r in own) or NONE,
                 "Rounds, tok/s": " ".join(text.rate(r.tokens / r.wall_s) for r in own) or NONE,
                 "Spread": text.percent(c.spread, 1),
+                "Flagged": cell("; ".join(flagged)) or NONE,
                 "Different outputs": f"{len(hashes)} of {len(own)}" if hashes else NONE,
             }
         )
-    return Table(rows, frozenset({"Cell", "Status"})).without_empty()
+    return Table(rows, frozenset({"Cell", "Status", "Flagged"})).without_empty()

@@ -136,7 +136,8 @@ def best_configs(analysis: Analysis) -> list[Best]:
 def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
     first = ok[0]
     where = f"{text.series_label(first.backend, first.adapter)}, batch {first.batch}, {first.sampling}, {first.stack}"
-    of = f"{text.rate(first.tps)} tok/s at the median of {rounds(first)} rounds"
+    sessions = f" in {first.sessions} sessions" if first.sessions > 1 else ""
+    of = f"{text.rate(first.tps)} tok/s at the median of {text.plural(first.n, 'round')}{sessions}"
     sentences = [f"fastest is `{first.option}`: {of}."]
     against = next(iter(pairs_of(first, analysis, "option")), None)
     if against:

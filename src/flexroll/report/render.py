@@ -12,7 +12,7 @@ from flexroll.analysis.model import Analysis, Result, VerdictRow
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError
 from flexroll.report import drift, facts, measured, memory, samples, sentences, text
-from flexroll.report.figures import draw_all
+from flexroll.report.figures import ALT, captions, draw_all
 from flexroll.report.text import Table
 from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
@@ -71,6 +71,8 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "analysis": analysis,
         "config": analysis.config,
         "figures": figures,
+        "alt": ALT,
+        "captions": captions(analysis, figures),
         "summary": facts.summary(analysis),
         "claims": [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()],
         "verdicts": [(text.SECTIONS[topic], *facts.split_claims(group, existing)) for topic, group in topics.items()],

@@ -123,7 +123,7 @@ try:
     CONFIG_PATH, CONFIG, ONLY = read_config()
     RUN = CONFIG.run
     STACKS = [stack for stack in CONFIG.stacks if ONLY is None or stack in ONLY]
-    os.environ["FLEXROLL_STACKS"] = ",".join(STACKS)  # for the progress that a job tells
+    os.environ.update(FLEXROLL_STACKS=",".join(STACKS))  # for the progress that a job tells
     DEVICE = provenance.device_class()
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
     # Snakemake starts the job of the highest number first.

@@ -10,10 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexroll.schema.cells import Cell, expand, remark
+from flexroll.bench import telemetry
+from flexroll.schema.cells import Cell, expand, jobs, remark
 from flexroll.schema.config import Config
 from flexroll.schema.load import parse_config
-from flexroll.schema.records import Coherence, Environment, Memory, Record, Round, Sample, write_json, write_record
+from flexroll.schema.records import (
+    Coherence,
+    Environment,
+    Memory,
+    Range,
+    Record,
+    Round,
+    Sample,
+    Telemetry,
+    write_json,
+    write_record,
+)
 
 CONFIG: dict[str, Any] = {
     "run": "synthetic",
@@ -123,6 +135,19 @@ def record(
     return Record(cell=cell, **(values | changes))
 
 
+def looks(sm_mhz: float = 1980, **changes: Any) -> Telemetry:
+    """Telemetry of a round on a quiet card, with what `changes` says of it."""
+    clock = Range(median=sm_mhz, min=sm_mhz - 15, max=1980)
+    quiet = {"reasons": {}, "low_clock_share": 0.0, "foreign_processes": 0, "other_load_share": 0.0}
+    return Telemetry(**({"samples": 20, "sm_mhz": clock, "sm_max_mhz": 1980} | quiet | changes))
+
+
+def write_manifests(results: Path, config: Config) -> None:
+    """The jobs' manifests, which the workflow waits for and nothing reads."""
+    for job in jobs(expand(config)):
+        write_json(results / "raw" / job.name / "job.json", "{}\n")
+
+
 def write_run(results: Path, config: Config, make: Callable[[Cell], Record | None]) -> list[Cell]:
     """Write `make(cell)` for every cell of the config; None writes nothing. Returns the cells."""
     cells = expand(config)
@@ -140,7 +165,7 @@ class Truth:
     rate: tok/s of a configuration whose ratio is 1. ratio: of a cell's configuration. between, within, block: sd of the
     log of what a session does to one configuration, of what a round does, and of what a session does to all of them.
     decode: decode rate over whole rate. drift: relative change from the first measured round to the last. flags: of a
-    measured round, by its index from 1.
+    measured round, by its index from 1. telemetry: of a measured round likewise; its flags are those of the rules.
     """
 
     rate: float = 1000.0
@@ -154,6 +179,7 @@ class Truth:
     gpu: str | None = "NVIDIA H200"
     uuid: Callable[[Cell], str] = lambda cell: "GPU-1"
     flags: Callable[[Cell, int], list[str]] | None = None
+    telemetry: Callable[[Cell, int], Telemetry | None] | None = None
     seed: int = 0
 
     def rates(self, cell: Cell) -> list[float]:
@@ -173,6 +199,9 @@ class Truth:
             r.decode_s = r.decode_tokens / (r.tps * self.decode)
             if self.flags:
                 r.flags = self.flags(cell, r.index)
+            if self.telemetry:
+                r.telemetry = self.telemetry(cell, r.index)
+                r.flags = telemetry.flags(r.telemetry)
         return made
 
 

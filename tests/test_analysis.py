@@ -333,11 +333,17 @@ def test_unlikely_text_is_broken(tmp_path: Path) -> None:
     config = synthetic.config()
     cells = synthetic.write_run(tmp_path, config, lambda cell: synthetic.record(cell, samples=[synthetic.sample()] * 3))
     scores = {f"raw/{cells[0].path}": [1.2, 1.4, None], f"raw/{cells[1].path}": [1.2, 1.3, 400.0]}
-    (tmp_path / "perplexity.json").write_text(json.dumps({"cells": scores}))
+    file = tmp_path / "perplexity" / "torch2.11.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps({"reason": "", "cells": scores}))
     likely, unlikely, plain = collect.collect(config, tmp_path)[0][:3]
     assert likely.coherent and likely.perplexity == pytest.approx(1.3) and not likely.coherence_notes
     assert unlikely.coherent is False and unlikely.coherence_notes == ["perplexity 400"]
     assert plain.coherent and plain.perplexity is None
-    (tmp_path / "perplexity.json").write_text('{"cells":')
-    with pytest.raises(FlexrollError, match="not what `flexroll perplexity` writes"):
-        collect.collect(config, tmp_path)
+    for text, why in (
+        ('{"cells":', "not what `flexroll perplexity` writes"),
+        ('{"reason": "no room", "cells": {}}', "no room"),
+    ):
+        file.write_text(text)
+        found = analyse(config, tmp_path, CLAIMS)
+        assert why in found.unscored["torch2.11"] and found.cells[0].perplexity is None and found.cells[0].coherent

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 snakemake_cli = pytest.importorskip("snakemake.cli")
 
+import psutil
+import yaml
+
+import synthetic
 from flexroll import provenance
 from flexroll.schema.catalogue import BACKENDS
-from flexroll.schema.cells import expand, jobs, measuring_order
+from flexroll.schema.cells import Cell, expand, jobs, measuring_order
 from flexroll.schema.load import load_config
+from flexroll.schema.records import Record
 from tree_copy import copy_tree
 
 NATIVE = ("--workflow-profile", "profiles/native")
@@ -111,7 +123,7 @@ def test_default_config_expands_to_its_jobs(fresh: Path) -> None:
     plan = planned(fresh, "--quiet", "progress")
     assert plan["bench"] == wanted
     assert plan["drift"] == {"torch2.11", "torch2.9.1"}
-    for rule in ("preflight", "model", "prompts", "adapter", "merge", "warmup", "analyse", "report"):
+    for rule in ("preflight", "model", "prompts", "adapter", "merge", "warmup", "perplexity", "analyse", "report"):
         assert rule in plan
 
 
@@ -258,7 +270,7 @@ def test_lost_manifest_reruns_its_job(tree: Path) -> None:
     (tree / f"results/demo/raw/{job}/job.json").unlink()
     plan = planned(tree)
     assert plan["bench"] == {job}
-    assert set(plan) == {"bench", "analyse", "report"}
+    assert set(plan) == {"bench", "perplexity", "analyse", "report"}
 
 
 def test_published_run_is_the_target_of_no_benchmark(tree: Path) -> None:
@@ -303,3 +315,195 @@ def test_unfit_machine_is_named_before_anything_runs(fresh: Path) -> None:
     assert code != 0
     assert "make demo" in output
     assert not (fresh / "work/b200/model.json").exists()
+
+
+def test_statistics_rerun_no_more_than_the_report(tree: Path) -> None:
+    edit(tree / "src/flexroll/analysis/statistics.py", "\nCHANGED = 1\n")
+    assert set(planned(tree)) == {"analyse", "report"}
+
+
+def test_sentences_rerun_the_report_only(tree: Path) -> None:
+    edit(tree / "src/flexroll/report/sentences.py", "\nCHANGED = 1\n")
+    assert set(planned(tree)) == {"report"}
+
+
+def test_code_that_stands_beside_the_measurement_reruns_nothing(tree: Path) -> None:
+    """What watches the machine, holds the device, tells the progress and follows the worker is in another process."""
+    for name in ("telemetry", "lease", "progress", "supervisor", "plan", "retry"):
+        edit(tree / f"src/flexroll/bench/{name}.py", "\nCHANGED = 1\n")
+    assert planned(tree) == {}
+
+
+def test_an_options_value_reruns_the_cells_that_have_it(tree: Path) -> None:
+    change_demo(tree, "attention: paged|eager", "attention: paged|sdpa")
+    plan = planned(tree)
+    assert plan["bench"] == {"torch2.11-transformers_cb-none-cb_eager-s1"}
+    assert set(plan) == {"bench", "perplexity", "analyse", "report"}
+
+
+def test_words_and_limits_rerun_no_benchmark(tree: Path) -> None:
+    change_demo(tree, "title: Batch sweep, greedy", "title: Another title")
+    change_demo(tree, "eager: {note: flex_attention", "eager: {note: words about flex_attention")
+    change_demo(tree, "cell_s: 120", "cell_s: 240")
+    assert set(planned(tree)) == {"analyse", "report"}
+
+
+def test_another_session_is_measured_beside_the_first(tree: Path) -> None:
+    before = demo_jobs(tree)
+    change_demo(tree, "sessions: 1", "sessions: 2")
+    plan = planned(tree)
+    assert plan["bench"] == {job.removesuffix("1") + "2" for job in before}
+    assert not {"model", "prompts", "adapter", "merge", "preflight", "warmup", "drift"} & set(plan)
+
+
+def change_demo(tree: Path, old: str, new: str) -> None:
+    preset = tree / "workflow/presets/demo.yaml"
+    assert preset.read_text().count(old) == 1, old
+    preset.write_text(preset.read_text().replace(old, new))
+
+
+@pytest.mark.slow
+def test_the_dag_does_not_depend_on_hash_order(fresh: Path, finished: Path) -> None:
+    """Jobs, their files and priorities are the same under any PYTHONHASHSEED, and so is what makes them stale."""
+
+    def dry_run(tree: Path, seed: str) -> str:
+        command = [sys.executable, "-m", "snakemake", "-n", *NATIVE, "--config", "preset=demo"]
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    def listing(seed: str) -> list[list[str]]:
+        """Of each job its lines, in an order of their own; lists of files and reasons in another."""
+        blocks = re.findall(r"^(?:local)?rule \w+:\n(?: {4}.*\n)+", dry_run(fresh, seed), re.M)
+        lines = (re.sub(r"^ *jobid: .*\n", "", block, flags=re.M).splitlines() for block in blocks)
+        return sorted(sorted(", ".join(sorted(re.split(r"[,;:] ", line.strip()))) for line in own) for own in lines)
+
+    first = listing("0")
+    assert len(first) > len(demo_jobs(fresh))
+    assert listing("1") == first == listing("4242")
+    assert "Nothing to be done" in dry_run(finished, "4242")
+
+
+# The rules that make the document, for real, on the synthetic run: a published one, of which nothing else is made.
+
+
+SMALL = [sys.executable, "-m", "snakemake", *NATIVE, "--nolock", "--cores", "1", "--configfile", "small.yaml"]
+
+
+def small_run(tree: Path, make: Callable[[Cell], Record | None] = synthetic.record, **changes: Any) -> Path:
+    """Make `tree` a copy of the code with a measured run and nothing of its document; returns results/<run>."""
+    config = synthetic.config(**changes)
+    (tree / "small.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    results = tree / "results" / config.run
+    synthetic.write_run(results, config, make)
+    synthetic.write_manifests(results, config)
+    (results / "PUBLISHED").touch()
+    return results
+
+
+def made(results: Path) -> dict[str, bytes]:
+    """What the two rules wrote."""
+    folders = ("raw", "logs")
+    files = [
+        path for path in results.rglob("*") if path.is_file() and path.relative_to(results).parts[0] not in folders
+    ]
+    found = {path.relative_to(results).as_posix(): path.read_bytes() for path in files}
+    assert {"table.csv", "analysis.json", "results.md", "figures/throughput.svg"} <= set(found)
+    return found
+
+
+def some_of_everything(cell: Cell) -> Record | None:
+    if cell.backend == "transformers_cb" and cell.batch == 8:
+        return synthetic.record(cell, status="failed", reason="out of memory", rounds=[], samples=[])
+    return synthetic.skipped(cell) if cell.backend == "unsloth" else synthetic.record(cell)
+
+
+def run_small(tree: Path) -> str:
+    done = subprocess.run(SMALL, cwd=tree, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
+    """A measured run with a failed and a skipped cell, one that is gone and one cut in half."""
+    tree = tmp_path_factory.mktemp("damaged") / "tree"
+    shutil.copytree(fresh, tree)
+    results = small_run(tree, some_of_everything)
+    cut, gone = sorted(results.glob("raw/*flex-none-default-s1/sweep-*.json"))[:2]
+    cut.write_text(cut.read_text()[: cut.stat().st_size // 2])
+    gone.unlink()
+    return tree
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, damaged: Path) -> Path:
+    """The document of the damaged run, made in one go; returns results/<run>."""
+    tree = tmp_path_factory.mktemp("undisturbed") / "tree"
+    shutil.copytree(damaged, tree)
+    run_small(tree)
+    return tree / "results/synthetic"
+
+
+@pytest.mark.slow
+def test_damaged_and_failed_cells_are_rows_of_the_document(undisturbed: Path) -> None:
+    rows = json.loads((undisturbed / "analysis.json").read_text())["cells"]
+    count = Counter(row["status"] for row in rows)
+    assert count == {"ok": len(rows) - 4, "failed": 1, "skipped": 1, "missing": 1, "unreadable": 1}
+    document = (undisturbed / "results.md").read_text()
+    for words in ("not complete JSON", "out of memory", "needs a GPU", "no record"):
+        assert re.search(rf"^\|.*{words}.*\|$", document, re.M), words
+    assert "1 failed, 1 skipped, 1 missing, 1 unreadable" in document
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "sign"), [("analyse", "logs/rules/analyse.log"), ("report", "figures/*.svg")])
+def test_killed_report_is_made_again(tmp_path: Path, damaged: Path, undisturbed: Path, rule: str, sign: str) -> None:
+    """kill -9 of Snakemake and all it started, while a rule begins or writes; then the same command."""
+    tree = Path(shutil.copytree(damaged, tmp_path / "tree"))
+    results = tree / "results/synthetic"
+    first = subprocess.Popen(SMALL, cwd=tree, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 120
+        while not (list(results.glob(sign)) and runs(first, rule)):
+            assert first.poll() is None and time.monotonic() < deadline, "it ended before it could be killed"
+            time.sleep(0.01)
+    finally:
+        for process in family(first):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        first.wait()
+    assert not (results / "results.md").exists()
+    run_small(tree)
+    assert made(results) == made(undisturbed)
+
+
+def family(first: subprocess.Popen) -> list[psutil.Process]:
+    """The process and all it started."""
+    process = psutil.Process(first.pid)
+    return [process, *process.children(recursive=True)]
+
+
+def runs(first: subprocess.Popen, command: str) -> bool:
+    """Whether `flexroll COMMAND` is among what the process started."""
+    with contextlib.suppress(psutil.Error):  # one ended meanwhile
+        return any(command in process.cmdline() for process in family(first)[1:])
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 0], ids=["one", "none"])
+def test_a_run_of_one_row_and_of_none(tmp_path: Path, fresh: Path, rows: int) -> None:
+    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    only = {"title": "Only", "section": "batch_sweep", "batches": [2], "new_tokens": 8, "stacks": ["torch2.11"]}
+    results = small_run(
+        tree,
+        synthetic.record if rows else lambda cell: None,
+        drift={"cycles": 3, "stacks": []},
+        experiments={"only": only | {"backends": [{"backend": "flex"}]}},
+    )
+    run_small(tree)
+    document = (results / "results.md").read_text()
+    assert f"1 cell in this run: 1 {'ok' if rows else 'missing'}." in document
+    assert (results / "table.csv").read_text().count("\n") == 2

@@ -74,9 +74,16 @@ def test_every_cell_with_samples_is_scored(root, tiny_gsm, tmp_path):
         config,
         lambda c: None if c.backend == "unsloth" else synthetic.record(c, samples=[synthetic.sample()] * 2),
     )
-    perplexity(config, work=work, results=results, out=results / "perplexity.json", root=root)
-    found = json.loads((results / "perplexity.json").read_text())["cells"]
-    assert set(found) == {f"raw/{c.path}" for c in cells if c.backend != "unsloth"}
+    out = results / "perplexity" / "torch2.11.json"
+    perplexity(config, stack="torch2.11", work=work, results=results, out=out, root=root)
+    held = json.loads(out.read_text())
+    found = held["cells"]
+    assert not held["reason"]
+    assert set(found) == {f"raw/{c.path}" for c in cells if c.backend != "unsloth" and c.stack == "torch2.11"}
     plain = {tuple(v) for k, v in found.items() if "-none-" in k}
     adapted = {tuple(v) for k, v in found.items() if "-none-" not in k}
     assert len(plain) == len(adapted) == 1 and plain != adapted  # the adapter's own model judges its text
+    (work / "prompts.json").unlink()
+    perplexity(config, stack="torch2.11", work=work, results=results, out=out, root=root)
+    held = json.loads(out.read_text())
+    assert "prompts.json: missing" in held["reason"] and held["cells"] == {}  # told, and no run ends for it

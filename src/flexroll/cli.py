@@ -177,8 +177,9 @@ def bench(
 def perplexity(config: ConfigOption, work: WorkOption, results: ResultsOption, out: OutOption) -> None:
     """Score the sample completions under the reference model."""
     from flexroll.bench.perplexity import perplexity as run
+    from flexroll.launch import running_stack
 
-    run(_config(config), work=work, results=results, out=out, root=_root())
+    run(_config(config), stack=running_stack() or out.stem, work=work, results=results, out=out, root=_root())
 
 
 @app.command()

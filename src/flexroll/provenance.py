@@ -92,7 +92,8 @@ def imported_modules(*roots: str, src: Path | None = None) -> dict[str, Path]:
 
 def backend_source_hash(backend: str, src: Path | None = None) -> str:
     """Hash of the code that measures a cell of this backend."""
-    return source_hash(f"{PACKAGE}.backends.{backend}", f"{PACKAGE}.bench.worker", src=src)
+    roots = (f"{PACKAGE}.backends.{backend}", f"{PACKAGE}.bench.worker", f"{PACKAGE}.bench.isolate")
+    return source_hash(*roots, src=src)
 
 
 def device_class() -> str:

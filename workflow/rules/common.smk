@@ -164,7 +164,7 @@ PUBLISHED = Path(f"results/{RUN}/PUBLISHED").exists()
 MANIFESTS = [f"results/{RUN}/raw/{name}/job.json" for name in JOBS]
 DRIFT = [f"results/{RUN}/drift/{stack}.json" for stack in CONFIG.drift.stacks if stack in STACKS]
 # Random weights write noise, which no model finds likely.
-PERPLEXITY = [f"results/{RUN}/perplexity.json"] if CONFIG.model.source != "random" else []
+PERPLEXITY = [f"results/{RUN}/perplexity/{stack}.json" for stack in STACKS if CONFIG.model.source != "random"]
 if PUBLISHED:
     MANIFESTS, DRIFT, PERPLEXITY = (
         [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY)

@@ -26,14 +26,23 @@ WORKLOAD = ("new_tokens", "samples", "slots")
 SETTINGS = tuple(name for name in Cell.model_fields if name not in (*IDENTITY, "session"))
 
 
-def read_perplexities(results: Path) -> dict[str, list[float | None]]:
-    """{file of a record: perplexity of each of its samples under the reference model}; {} where nobody scored them."""
-    try:
-        return json.loads((results / "perplexity.json").read_text())["cells"]
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError):
-        raise FlexrollError(f"{results}/perplexity.json: not what `flexroll perplexity` writes; run it again") from None
+def read_perplexities(results: Path, stacks: Iterable[str]) -> tuple[dict[str, list[float | None]], dict[str, str]]:
+    """({file of a record: perplexity of each sample under the reference model}, {stack: why it has none})."""
+    scores: dict[str, list[float | None]] = {}
+    reasons: dict[str, str] = {}
+    for stack in stacks:
+        try:
+            held = json.loads((results / "perplexity" / f"{stack}.json").read_text())
+            scores |= held["cells"]
+            if held["reason"]:
+                reasons[stack] = str(held["reason"])
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, KeyError, TypeError):
+            reasons[stack] = (
+                f"perplexity/{stack}.json is not what `flexroll perplexity` writes; remove it and run again"
+            )
+    return scores, reasons
 
 
 def collect(
@@ -48,7 +57,7 @@ def collect(
     """
     rows: list[CellRow] = []
     environments: list[Environment] = []
-    perplexities = read_perplexities(results)
+    perplexities, _ = read_perplexities(results, stacks or config.stacks)
     for cell in expand(config, stacks):
         file = f"raw/{cell.path}"
         path = results / file

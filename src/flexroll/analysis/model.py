@@ -270,7 +270,7 @@ class VerdictRow(Base):
 
 class Analysis(Base):
     """config: the validated config as JSON. left_out: stacks of the matrix that this run was told to leave out.
-    unlisted: raw files that belong to no cell of the config."""
+    unlisted: raw files that belong to no cell of the config. unscored: why a stack's samples have no perplexity."""
 
     schema_version: int = 1
     config: dict[str, Any]
@@ -287,3 +287,4 @@ class Analysis(Base):
     published_model: str
     sources: dict[int, Source]
     unlisted: list[str] = []
+    unscored: dict[str, str] = {}

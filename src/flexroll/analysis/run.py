@@ -57,6 +57,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         published_model=claims.model,
         sources=claims.sources,
         unlisted=collect.unlisted(config, results_dir),
+        unscored=collect.read_perplexities(results_dir, chosen)[1],
     )
     write_json(results_dir / "table.csv", collect.table(rows).to_csv(index=False, lineterminator="\n"))
     write_json(results_dir / "analysis.json", analysis.model_dump_json(indent=1) + "\n")

@@ -19,7 +19,7 @@ from flexroll.bench.lease import device_lease
 from flexroll.bench.process import Stopped
 from flexroll.bench.progress import Progress
 from flexroll.bench.supervisor import CellResult, Supervisor
-from flexroll.bench.task import Task
+from flexroll.bench.task import Task, engine_spec
 from flexroll.errors import FlexrollError
 from flexroll.images.here import bill_of_materials
 from flexroll.provenance import cell_key, device_class, variant
@@ -172,20 +172,8 @@ def _run(
     """Run `cells` of a job under a supervisor; the engine is sized for all of the job's cells."""
     if not cells:
         return
-    spec = {
-        "model": str(inputs.model),
-        "adapter_mode": job.adapter,
-        "adapter": None if inputs.adapter is None else str(inputs.adapter),
-        "merged": None if inputs.merged is None else str(inputs.merged),
-        "dtype": job.cells[0].dtype,
-        "device": variant(device_class()),
-        "max_batch": max(c.running for c in job.cells),
-        "first_batch": cells[0].running,
-        "max_model_len": max(c.max_model_len for c in job.cells),
-        "seed": job.cells[0].seed,
-        "dummy": job.cells[0].dummy,
-        "option": job.cells[0].option_values,
-    }
+    device = variant(device_class())
+    spec = engine_spec(job, cells[0], device, inputs.model, inputs.adapter, inputs.merged)
     task = Task(mode=mode, backend=backend or job.backend, spec=spec, cells=cells, prompts=inputs.prompts)
     supervisor = Supervisor(task, work / "jobs" / f"{mode}-{job.name}.json", log, config.limits, env, report, watch)
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from flexroll.backends.transformers_common import load_model
 from flexroll.bench.console import say
 from flexroll.bench.lease import device_lease
 from flexroll.bench.task import read_input, read_prompts
-from flexroll.errors import FlexrollError
+from flexroll.errors import FlexrollError, one_line
 from flexroll.provenance import device_class, variant
 from flexroll.schema.cells import Cell, expand
 from flexroll.schema.config import Config
@@ -26,20 +27,33 @@ from flexroll.schema.records import Sample, read_record, write_json
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+REFERENCE = "transformers, float32"
 
-def perplexity(config: Config, *, work: Path, results: Path, out: Path, root: Path) -> None:
-    """Write {cells: {file of the record: [perplexity a sample]}}; null for a completion without a token.
+
+def perplexity(config: Config, *, stack: str, work: Path, results: Path, out: Path, root: Path) -> None:
+    """Write {reason, cells: {file of the record: [perplexity a sample]}} of a stack; null for one without a token.
+
+    What goes wrong is the reason, and ends no run: the document says it. A record that cannot be read is left out.
 
     Args:
         work: work/<run>, with model.json, prompts.json and adapter/. results: results/<run>.
-    Raises:
-        FlexrollError: an input is missing. A record that cannot be read is left out: its row says why.
     """
+    reason, scores = "", {}
+    try:
+        scores = _scores(config, stack, work, results, root)
+    except Exception as error:
+        traceback.print_exc()
+        reason = one_line(error)
+    write_json(out, json.dumps({"reference": REFERENCE, "reason": reason, "cells": scores}, indent=1) + "\n")
+    say(f"perplexity of {sum(map(len, scores.values()))} samples of {len(scores)} cells; {reason}".rstrip("; "))
+
+
+def _scores(config: Config, stack: str, work: Path, results: Path, root: Path) -> dict[str, list[float | None]]:
     from tokenizers import Tokenizer
 
     folder = root / read_input(work / "model.json", "model", ("path",))["path"]
     prompts = [p["ids"] for p in read_prompts(work / "prompts.json")["prompts"]]
-    held = list(_samples(config, results))
+    held = list(_samples(config, stack, results))
     device = device_class()
     scores: dict[str, list[float | None]] = {}
     with device_lease(root, device):
@@ -51,8 +65,7 @@ def perplexity(config: Config, *, work: Path, results: Path, out: Path, root: Pa
             scorer = Scorer(load_model(spec, "sdpa"), Tokenizer.from_file(str(folder / "tokenizer.json")), prompts)
             for cell, samples in own:
                 scores[f"raw/{cell.path}"] = [scorer.score(i, sample.text) for i, sample in enumerate(samples)]
-    write_json(out, json.dumps({"reference": "transformers, float32", "cells": scores}, indent=1) + "\n")
-    say(f"perplexity of {sum(map(len, scores.values()))} samples of {len(scores)} cells")
+    return scores
 
 
 class Scorer:
@@ -80,8 +93,8 @@ class Scorer:
         return round(math.exp(min(float(loss), 700.0)), 4)
 
 
-def _samples(config: Config, results: Path) -> Iterable[tuple[Cell, list[Sample]]]:
-    for cell in expand(config):
+def _samples(config: Config, stack: str, results: Path) -> Iterable[tuple[Cell, list[Sample]]]:
+    for cell in expand(config, [stack]):
         try:
             record = read_record(results / "raw" / cell.path)
         except (FlexrollError, OSError):

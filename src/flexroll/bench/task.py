@@ -1,4 +1,4 @@
-"""What the supervisor hands its worker: one engine, the cells to run on it, and where the events go."""
+"""What the supervisor hands its worker: one engine, and the cells to run on it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from flexroll.errors import FlexrollError
-from flexroll.schema.cells import Cell
+from flexroll.schema.cells import Cell, Job
 
 
 class Task(BaseModel):
@@ -23,6 +23,27 @@ class Task(BaseModel):
     spec: dict[str, Any]
     cells: list[Cell]
     prompts: Path
+
+
+def engine_spec(
+    job: Job, first: Cell, device: str, model: Path, adapter: Path | None, merged: Path | None
+) -> dict[str, Any]:
+    """Fields of EngineSpec for a job: its engine is sized for all of the job's cells. first: the cell to run first."""
+    cells = job.cells
+    return {
+        "model": str(model),
+        "adapter_mode": job.adapter,
+        "adapter": None if adapter is None else str(adapter),
+        "merged": None if merged is None else str(merged),
+        "dtype": cells[0].dtype,
+        "device": device,
+        "max_batch": max(c.running for c in cells),
+        "first_batch": first.running,
+        "max_model_len": max(c.max_model_len for c in cells),
+        "seed": cells[0].seed,
+        "dummy": cells[0].dummy,
+        "option": cells[0].option_values,
+    }
 
 
 def read_prompts(path: Path) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def _name(c: object, among: Sequence[Result]) -> str:
 def _against(pairs: list[Pair], among: Sequence[Result]) -> str:
     pairs = sorted(pairs, key=lambda p: p.over.batch)
     ratios = [p.comparison.ratio or 0.0 for p in pairs]
-    low, high = (text.significant(end(ratios)) for end in (min, max))
+    low, high = (text.significant(end(ratios), 4 if 0.95 < end(ratios) < 1.05 else 3) for end in (min, max))
     times = low if low == high else f"{low} to {high}"
     batches = [p.over.batch for p in pairs]
     where = f"batch {batches[0]}" if len(batches) == 1 else f"batches {batches[0]} to {batches[-1]}"
@@ -92,7 +92,7 @@ def _against(pairs: list[Pair], among: Sequence[Result]) -> str:
     verdicts: dict[str, list[int]] = {}
     for pair in pairs:
         verdicts.setdefault(pair.comparison.verdict, []).append(pair.over.batch)
-    return f"{over} generates {times} times the tok/s of {under} at {where}{unlike}: {_verdicts(verdicts)}."
+    return f"{over} reaches {times} times the tok/s of {under} at {where}{unlike}: {_verdicts(verdicts)}."
 
 
 def _verdicts(verdicts: dict[str, list[int]]) -> str:

@@ -65,7 +65,8 @@ def gigabytes(value: int | None) -> str:
 def percent(value: float | None, digits: int = 0, sign: bool = False) -> str:
     if value is None:
         return NONE
-    return f"{value * 100:{'+' if sign else ''}.{digits}f} %"
+    value = round(value * 100, digits) + 0.0  # no minus zero
+    return f"{value:{'+' if sign else ''}.{digits}f} %"
 
 
 def device(name: str) -> str:

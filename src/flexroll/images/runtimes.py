@@ -145,7 +145,8 @@ class Oci:
         return subprocess.run(line, capture_output=True, text=True)
 
     def _run(self, arguments: list[str], what: str) -> None:
-        run_shown([self.runtime, *arguments], self.root, what)
+        # Docker before 23 builds without secrets unless told.
+        run_shown([self.runtime, *arguments], self.root, what, {"DOCKER_BUILDKIT": "1"})
 
 
 class Apptainer:

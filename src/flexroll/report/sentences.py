@@ -122,9 +122,22 @@ def _counted(what: str, compared: list[tuple[str, Comparison]]) -> list[str]:
     for verdict in ("faster", "slower", "no difference shown", "insufficient n", "not comparable"):
         own = [(name, c) for name, c in compared if c.verdict == verdict]
         if own:
-            names = f" ({', '.join(f'{n} {gain(c)}' for n, c in own)})" if verdict in ("faster", "slower") else ""
+            names = f" ({', '.join(_named(own))})" if verdict in ("faster", "slower") else ""
             parts.append(f"{len(own)} {verdict}{names}")
     return [f"Of {text.plural(len(compared), what)} compared: {'; '.join(parts)}."]
+
+
+def _named(compared: list[tuple[str, Comparison]]) -> list[str]:
+    """`x` +3.1 % (+2.0 % to +4.2 %) of a name that stands once; `x` +2.9 % to +3.4 % in 4 settings of others."""
+    grouped: dict[str, list[Comparison]] = {}
+    for name, comparison in compared:
+        grouped.setdefault(name, []).append(comparison)
+    found = []
+    for name, group in grouped.items():
+        ratios = [c.ratio or 0.0 for c in group]
+        low, high = (text.percent(end(ratios) - 1, 1, sign=True) for end in (min, max))
+        found.append(f"{name} {gain(group[0]) if len(group) == 1 else f'{low} to {high} in {len(group)} settings'}")
+    return found
 
 
 def _is(count: int) -> str:

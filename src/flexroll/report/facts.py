@@ -221,9 +221,16 @@ def broken_table(cells: list[CellRow], existing: set[str]) -> Table:
         rows.append(
             {"Status": status, "Backend": label, "Option": option, "Stack": stack, "Experiment, batches": where}
         )
-        rows[-1] |= {"Reason": cell(reason) or NONE, "Raw": text.links([c.file for c in group], existing)}
-    table = Table(rows, frozenset({"Status", "Backend", "Option", "Stack", "Experiment, batches", "Reason", "Raw"}))
-    return table.without_empty().without_constant("Option")
+        rows[-1] |= {"Reason": cell(reason) or NONE, "Sampling": ", ".join(dict.fromkeys(c.sampling for c in group))}
+        rows[-1] |= {"Sessions": ", ".join(map(str, sorted({c.session for c in group})))}
+        rows[-1] |= {"Raw": text.links([c.file for c in group], existing)}
+    numbers = {"Sessions"}
+    table = Table(rows, frozenset(set(rows[0] if rows else ()) - numbers))
+    return table.without_empty().without_constant("Option", "Sampling", *(numbers if _one_session(cells) else ()))
+
+
+def _one_session(cells: list[CellRow]) -> bool:
+    return len({c.session for c in cells}) < 2
 
 
 def rounds_table(cells: list[CellRow], existing: set[str]) -> Table:

@@ -20,6 +20,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Models here are tiny: a second thread costs more in waiting than it computes, five times over on a busy machine.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # else each process tests the compiler's instruction sets anew
+os.environ.pop("PYTHONUNBUFFERED", None)  # it would hide a line that a started program does not flush
 settings.register_profile("flexroll", deadline=None, print_blob=True)
 settings.load_profile("flexroll")
 

@@ -183,7 +183,7 @@ def test_process_ids_of_another_namespace_are_counted_against_those_that_started
     held = tmp_path / "uvm"
     held.write_text("")
     monkeypatch.setattr(device, "CUDA_FILE", str(held))
-    engine = start("import sys, time; file = open(sys.argv[1]); print(); time.sleep(60)", str(held))
+    engine = start("import sys, time; file = open(sys.argv[1]); print(flush=True); time.sleep(60)", str(held))
     engine.stdout.readline()
     pids = {os.getpid(), engine.pid, OWN}  # OWN has ended
     assert foreign({}, pids) == (None, None)

@@ -6,7 +6,6 @@ B200 at batch 32; CPU speeds are rough figures of the embedded model on two idle
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flexroll.errors import FlexrollError
 from flexroll.provenance import device_class
 from flexroll.schema import architecture
 from flexroll.schema.catalogue import BACKENDS
@@ -141,14 +139,7 @@ def kv_bytes_per_token(config: Config, root: Path) -> int | None:
 
 def _model_config(config: Config, root: Path) -> dict[str, Any] | None:
     """The model's config.json, None while it is not here or is no decoder's."""
-    folder = root / (config.model.path or Path("models") / config.model.name)
-    path = folder if folder.suffix == ".json" else folder / "config.json"
-    try:
-        held = json.loads(path.read_text())
-        list(architecture.tensors(held))
-        return held
-    except (OSError, ValueError, KeyError, FlexrollError):
-        return None
+    return architecture.read_shape(root / (config.model.path or Path("models") / config.model.name))
 
 
 def _interpolate(points: dict[int, float], batch: int) -> float:

@@ -136,10 +136,7 @@ def _read_a_step(run: Run, held: Held) -> float | None:
     weights, cell = held.record.memory.weights, held.record.cell
     if weights is None or run.architecture is None:
         return None if weights is None else weights / 2
-    count = architecture.parameters(run.architecture)
-    if not run.architecture.get("tie_word_embeddings", False):
-        count -= run.architecture["vocab_size"] * run.architecture["hidden_size"]
-    return min(weights, count * architecture.DTYPE_BYTES[cell.dtype])
+    return architecture.weights_read(run.architecture, cell.dtype, weights)
 
 
 def _work(run: Run, held: Held, r: Round) -> tuple[int, float]:

@@ -15,7 +15,6 @@ from flexroll.analysis.collect import IDENTITY, collect
 from flexroll.analysis.drift import read_drift
 from flexroll.analysis.model import Analysis, CellRow, DriftRow
 from flexroll.analysis.run import read_analysis
-from flexroll.bench.checkpoint import read_config
 from flexroll.errors import FlexrollError, one_line
 from flexroll.schema import architecture
 from flexroll.schema.cells import Cell, Job, expand, jobs
@@ -182,11 +181,6 @@ def _manifest(path: Path) -> Manifest | str:
 
 def _architecture(config: Config, root: Path) -> dict[str, Any] | None:
     model = config.model
-    folder = root / (model.path if model.path and model.source != "hub" else Path("models", model.name))
-    try:
-        found = read_config(folder.parent if folder.is_file() else folder)
-        architecture.parameters(found)
-        architecture.kv_token_bytes(found, config.model.dtype)
-        return found
-    except (FlexrollError, OSError, KeyError, TypeError, ValueError):
-        return None
+    return architecture.read_shape(
+        root / (model.path if model.path and model.source != "hub" else f"models/{model.name}")
+    )

@@ -26,6 +26,11 @@ GRAPH_TOKENS = (64, 128, 192, 256, 320, *range(384, 2049, 128))
 GRAPH_ROWS = 2
 
 
+def whole_blocks(n_tokens: int, q_block: int) -> int:
+    """Tokens rounded up to whole query blocks."""
+    return -(-n_tokens // q_block) * q_block
+
+
 class Prefill:
     """Prefill passes of up to `max_tokens` tokens on one cache.
 
@@ -91,7 +96,7 @@ class Prefill:
 
     def _rows(self, n_tokens: int) -> int:
         """Query rows that so many tokens of one sequence take: whole query blocks."""
-        return -(-n_tokens // self.q_block) * self.q_block
+        return whole_blocks(n_tokens, self.q_block)
 
     def _fitting(self, chunks: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         """The chunks in passes that the longest length holds."""
@@ -174,7 +179,7 @@ class _FlexPass(_Pass):
             rows[0, at : at + count] = slot
             rows[1, at : at + count] = np.arange(start, stop)
             n += count
-            at += -(-count // self.flex.q_block) * self.flex.q_block
+            at += whole_blocks(count, self.flex.q_block)
         self._row_of.copy_(upload(row_of, self.cache.device), non_blocking=True)
         self._rows.copy_(upload(rows, self.cache.device), non_blocking=True)
         self._mask.fill(spans)

@@ -81,10 +81,10 @@ def _drift_sentence(d: DriftRow) -> str:
     return sentence + "."
 
 
-def split_claims(verdicts: list[VerdictRow], existing: set[str]) -> tuple[Table, Table]:
-    """The claims that have a verdict, and those that were not run."""
-    judged = [v for v in verdicts if v.verdict != "not run"]
-    return claims_table(judged, existing), claims_table([v for v in verdicts if v.verdict == "not run"], existing)
+def split_claims(table: Table) -> tuple[Table, Table]:
+    """A table of claims as two: those that have a verdict, and those that were not run."""
+    judged, unrun = ([row for row in table.rows if (row["Verdict"] == "not run") == apart] for apart in (False, True))
+    return Table(judged, table.left).without_empty(), Table(unrun, table.left).without_empty()
 
 
 def verdict_counts(topics: dict[str, list[VerdictRow]]) -> Table:

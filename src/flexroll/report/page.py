@@ -151,9 +151,8 @@ def blocks(items: Iterable[tuple[Any, ...]]) -> list[Block]:
 
 
 def topics(values: dict[str, Any]) -> list[tuple[str, list[Table]]]:
-    """(topic, its tables of claims), whether those without a verdict are in a table of their own or not."""
-    items = values["claims"] if "claims" in values else values["verdicts"]
-    return [(topic, [table for table in tables if table.rows]) for topic, *tables in items]
+    """(topic, its tables of claims, one or more)."""
+    return [(topic, [table for table in tables if table.rows]) for topic, *tables in values["claims"]]
 
 
 def view(table: Table, markdown: partial[Markup]) -> TableView:

@@ -67,6 +67,7 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
     for verdict in analysis.verdicts:
         topics.setdefault(verdict.topic, []).append(verdict)
     broke = topics.pop("broke", [])
+    claims = [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()]
     return {
         "analysis": analysis,
         "config": analysis.config,
@@ -74,8 +75,8 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "alt": ALT,
         "captions": captions(analysis, figures),
         "summary": facts.summary(analysis),
-        "claims": [(text.SECTIONS[topic], facts.claims_table(group, existing)) for topic, group in topics.items()],
-        "verdicts": [(text.SECTIONS[topic], *facts.split_claims(group, existing)) for topic, group in topics.items()],
+        "claims": claims,
+        "verdicts": [(topic, *facts.split_claims(table)) for topic, table in claims],
         "verdict_counts": facts.verdict_counts(topics | {"broke": broke}),
         "environments": facts.environment_table(analysis, existing),
         "workload": facts.workload_table(analysis.config, analysis.results),

@@ -17,7 +17,6 @@ and V are left out, and no device reaches its peak, so the floor is lower than a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,8 @@ from flexroll.errors import FlexrollError
 from flexroll.provenance import find_root
 from flexroll.report import text
 from flexroll.report.text import Table
-from flexroll.schema.architecture import DTYPE_BYTES, kv_token_bytes, parameters
+from flexroll.schema import architecture
+from flexroll.schema.architecture import kv_token_bytes, weights_read
 from flexroll.schema.devices import find_device
 
 
@@ -104,21 +104,7 @@ def read_shape(model: dict[str, Any]) -> dict[str, Any] | None:
         root = find_root()
     except FlexrollError:
         return None
-    path = root / (model["path"] or Path("models") / model["name"])
-    try:
-        shape = json.loads((path if path.is_file() else path / "config.json").read_text())
-        parameters(shape), kv_token_bytes(shape, "bfloat16")
-    except (OSError, ValueError, KeyError, TypeError, FlexrollError):
-        return None  # without a shape there is no floor, and the rest of the report needs none
-    return shape
-
-
-def weights_read(shape: dict[str, Any], dtype: str, held: int) -> int:
-    """Bytes of weights that a step reads. held: bytes of weights the engine says it has."""
-    count = parameters(shape)
-    if not shape.get("tie_word_embeddings", False):
-        count -= shape["vocab_size"] * shape["hidden_size"]
-    return min(held, count * DTYPE_BYTES[dtype])
+    return architecture.read_shape(root / (model["path"] or Path("models") / model["name"]))
 
 
 def _roofline(r: Result, rows: Iterable[CellRow], analysis: Analysis, shape: dict[str, Any]) -> Roofline | None:

@@ -63,6 +63,25 @@ def kv_token_bytes(config: dict[str, Any], dtype: str) -> int:
     return 2 * config["num_hidden_layers"] * kv_heads * head_dim * DTYPE_BYTES[dtype]
 
 
+def read_shape(path: Path) -> dict[str, Any] | None:
+    """The config.json of that folder, or of that name; None where it is not there or no known decoder's."""
+    try:
+        shape = json.loads((path if path.is_file() else path / "config.json").read_text())
+        parameters(shape), kv_token_bytes(shape, "bfloat16")
+        return shape
+    except (OSError, ValueError, KeyError, TypeError, FlexrollError):
+        return None
+
+
+def weights_read(shape: dict[str, Any], dtype: str, held: int) -> int:
+    """Bytes of weights that a decode step reads: all but an embedding table that is not the head as well, or what the
+    engine holds where that is less, as with 4-bit weights. held: bytes of weights that the engine says it has."""
+    count = parameters(shape)
+    if not shape.get("tie_word_embeddings", False):
+        count -= shape["vocab_size"] * shape["hidden_size"]
+    return min(held, count * DTYPE_BYTES[dtype])
+
+
 def eos_ids(folder: Path) -> list[int]:
     """Token ids that end a sequence: those of config.json and generation_config.json together, [] where neither names
     one. Base and chat variants of a family disagree, and either may be generated; every backend stops at the same."""

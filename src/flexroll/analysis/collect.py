@@ -13,7 +13,7 @@ from flexroll.analysis.model import CellRow, EnvironmentRow, MemoryRow, Result, 
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, expand
 from flexroll.schema.config import Config
-from flexroll.schema.records import Environment, Record, Round, read_record
+from flexroll.schema.records import MANIFEST, Environment, Record, Round, read_record
 
 if TYPE_CHECKING:
     import pandas
@@ -79,7 +79,7 @@ def collect(
 def unlisted(config: Config, results: Path) -> list[str]:
     """Raw files of the run that no cell of the config owns, for instance of an experiment since removed."""
     owned = {f"raw/{cell.path}" for cell in expand(config)}
-    found = (p.relative_to(results).as_posix() for p in results.glob("raw/*/*.json") if p.name != "job.json")
+    found = (p.relative_to(results).as_posix() for p in results.glob("raw/*/*.json") if p.name != MANIFEST)
     return sorted(name for name in found if name not in owned)
 
 

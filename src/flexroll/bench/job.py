@@ -25,9 +25,7 @@ from flexroll.images.here import bill_of_materials
 from flexroll.provenance import cell_key, device_class, variant
 from flexroll.schema.cells import Cell, Job, remark
 from flexroll.schema.config import Config
-from flexroll.schema.records import Record, Round, read_record, write_json, write_record
-
-MANIFEST = "job.json"
+from flexroll.schema.records import MANIFEST, Record, Round, read_record, write_json, write_record
 
 
 def bench(

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from flexroll.errors import FlexrollError
-from flexroll.schema.records import read_record
+from flexroll.schema.records import MANIFEST, read_record
 
 
 def retry(results: Path) -> list[str]:
@@ -22,7 +22,7 @@ def retry(results: Path) -> list[str]:
         raise FlexrollError(f"{raw}: no such run; there are: {', '.join(runs) or 'none'}")
     cleared = []
     for folder in sorted(p for p in raw.iterdir() if p.is_dir()):
-        manifest = folder / "job.json"
+        manifest = folder / MANIFEST
         bad = {path: why for path in _expected(folder, manifest) if (why := _wrong(path))}
         for path, why in bad.items():
             path.unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from typing import Any
 
 from flexroll.analysis.model import CellRow, DriftRow
 from flexroll.check.registry import CELLS, RECORDS, RUN, Finding, Over, check, error, not_applicable, warning
-from flexroll.check.submission import MANIFEST, Held, Manifest, Run
+from flexroll.check.submission import Held, Manifest, Run
 from flexroll.schema.cells import Cell, Job
+from flexroll.schema.records import MANIFEST
 
 SCHEMA, COMPLETENESS = "schema", "completeness"
 # What the report prints of a cell. The rest of a row may grow with the program.

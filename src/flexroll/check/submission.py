@@ -20,9 +20,8 @@ from flexroll.schema import architecture
 from flexroll.schema.cells import Cell, Job, expand, jobs
 from flexroll.schema.config import Config
 from flexroll.schema.load import load_config, parse_config
-from flexroll.schema.records import Record, read_record
+from flexroll.schema.records import MANIFEST, Record, read_record
 
-MANIFEST = "job.json"
 Key = TypeVar("Key", bound=Hashable)
 
 

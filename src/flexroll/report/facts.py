@@ -42,7 +42,7 @@ def summary(analysis: Analysis) -> list[str]:
 def _fastest(analysis: Analysis) -> list[str]:
     """flex at its largest batch that vLLM also ran, against every form of vLLM; else the fastest flex result."""
     found: list[str] = []
-    for section in ("batch_sweep", "grpo", "group", "uneven"):
+    for section in text.AGAINST_VLLM:
         flex = [r for r in analysis.results if r.section == section and r.backend == "flex" and r.status == "ok"]
         paired = {id(r): pairs for r in flex if (pairs := comparable(r, analysis))}
         if paired:

@@ -12,7 +12,6 @@ from flexroll.report import text
 from flexroll.report.roofline import rooflines
 from flexroll.schema.claims import OWN_SOURCE, VERDICTS
 
-SECTIONS = ("batch_sweep", "grpo", "group", "uneven")
 TONES = {"faster": "good", "slower": "bad"}
 
 
@@ -29,7 +28,7 @@ class Card:
 def cards(analysis: Analysis) -> list[Card]:
     """Every card that has data: flex over vLLM by section, the floor, memory, drift, claims, cells."""
     results = {key_of(r): r for r in analysis.results}
-    pairs = [pair for section in SECTIONS if (pair := _largest(analysis, results, section))]
+    pairs = [pair for section in text.AGAINST_VLLM if (pair := _largest(analysis, results, section))]
     found = [_ratio(pair, results) for pair in pairs]
     found += [*([] if found else _fastest(analysis)), *_floor(analysis)]
     found += [card for pair in pairs[:1] if (card := _memory(results[key_of(pair.over)], results[key_of(pair.under)]))]

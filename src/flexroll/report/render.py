@@ -18,7 +18,7 @@ from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
 
 TEMPLATE = "results.md.j2"
-SWEEPS = ("batch_sweep", "grpo", "group", "uneven", "broke")
+SWEEPS = (*text.AGAINST_VLLM, "broke")
 
 
 def render(config: Config, results_dir: Path, template_dir: Path) -> Path:

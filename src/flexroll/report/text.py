@@ -22,6 +22,8 @@ SECTIONS = {
     "second_text": "second text",
     "four_bit": "4-bit",
 }
+# Sections that set flex against vLLM, in the order of the document.
+AGAINST_VLLM = ("batch_sweep", "grpo", "group", "uneven")
 NONE = "–"
 
 

@@ -16,6 +16,7 @@ from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell
 
 SCHEMA_VERSION = 1
+MANIFEST = "job.json"  # beside a job's records, written when each of its cells has one
 
 
 class Base(BaseModel):

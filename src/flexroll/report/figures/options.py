@@ -11,12 +11,12 @@ from flexroll.analysis.model import Analysis, Pair
 from flexroll.report.figures.intervals import Row, draw_rows
 from flexroll.report.figures.ratio import told
 from flexroll.report.figures.style import COLOURS
+from flexroll.report.measured import SETTING
 from flexroll.report.text import series_label
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SETTING = ("experiment", "backend", "adapter", "batch", "sampling", "stack")
 # A grid of options has hundreds of points: of those the best and the worst are shown.
 BEST, WORST = 20, 10
 

@@ -150,8 +150,16 @@ def test_energy_is_the_counters_difference_over_the_round():
     ],
 )
 def test_a_throttled_round_is_flagged_by_its_reason(reason, flag):
-    found = telling(CurrentClocksEventReasons=BIT[reason])
+    found = telling(CurrentClocksEventReasons=BIT[reason], ClockInfo={1: 1700, 2: 3201})
     assert found.reasons == {reason: 1.0} and flags(found) == ([flag] if flag else [])
+
+
+def test_a_power_cap_that_costs_no_clock_is_no_throttle():
+    capped = {"CurrentClocksEventReasons": BIT["sw_power_cap"]}
+    assert flags(telling(**capped)) == []
+    assert flags(telling(**capped, ClockInfo={1: 1900, 2: 3201})) == ["throttled: power cap"]
+    untold = summarise([read(FakeNvml({"nvmlDeviceGetClockInfo"}, **capped))], 0, 1, 2)
+    assert untold.sm_mhz is None and flags(untold) == ["throttled: power cap"]
 
 
 @pytest.mark.parametrize(("reason", "few", "many"), [("sw_power_cap", 2, 3), ("hw_slowdown", 0, 1)])

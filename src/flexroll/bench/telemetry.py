@@ -31,6 +31,8 @@ CPU_MHZ_EVERY_S = 1.0  # asks every core
 
 # Undisturbed cards run at 85 to 100 % of the maximum that NVML tells.
 LOW_CLOCK = 0.8
+# At most 3 % of a round's time, as much as rounds differ anyway.
+FULL_CLOCK = 0.97
 
 
 def load_limit(cores: int) -> float:
@@ -52,11 +54,17 @@ def _reason(name: str) -> Callable[[Telemetry], float]:
     return lambda t: (t.reasons or {}).get(name, 0.0)
 
 
+def _power_cap(t: Telemetry) -> float:
+    """The reason's share, 0 where the clock stayed up all the same: a loaded H200 names its cap at full clock too."""
+    stayed = t.sm_mhz and t.sm_max_mhz and t.sm_mhz.median >= FULL_CLOCK * t.sm_max_mhz
+    return 0.0 if stayed else _reason("sw_power_cap")(t)
+
+
 # What the driver's software does to the clock costs up to a fifth of it: in a tenth of the round that is 2 %, which is
 # noise. What the hardware does halves the clock or worse, so that a fiftieth of the round is as much.
 SOFT, HARD = 0.1, 0.02
 RULES = (
-    Rule("throttled: power cap", _reason("sw_power_cap"), SOFT),
+    Rule("throttled: power cap", _power_cap, SOFT),
     Rule("throttled: hardware slowdown", _reason("hw_slowdown"), HARD),
     Rule("throttled: thermal (software)", _reason("sw_thermal"), SOFT),
     Rule("throttled: thermal (hardware)", _reason("hw_thermal"), HARD),

@@ -13,6 +13,7 @@ ROOT = Path(workflow.basedir)
 sys.path.insert(0, str(ROOT / "src"))
 
 from flexroll import provenance
+from flexroll.bench.inputs import SHARD, replay_file, replay_kind, wants_shard
 from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
@@ -109,6 +110,10 @@ def job_inputs(job, after_warmup=False):
         files["adapter"] = f"work/{RUN}/adapter"
     if job.adapter == "merged" and job.backend != "flex":  # flex merges in memory
         files["merged"] = f"work/{RUN}/merged"
+    if wants_shard(job):
+        files["shard"] = f"work/{RUN}/{SHARD}"
+    if replay_kind(job) is not None:
+        files["replay"] = f"work/{RUN}/{replay_file(job.stack, replay_kind(job))}"
     if after_warmup and needs_warmup(job):
         files["warmup"] = f"work/{RUN}/warmup/{job.engine}.json"
     return files

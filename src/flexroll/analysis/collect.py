@@ -180,6 +180,8 @@ def _differences(asked: Cell, held: Cell) -> str:
     parts = []
     for name in SETTINGS:
         before, now = getattr(held, name), getattr(asked, name)
+        if name == "option_values":  # an option that was added since had its default
+            now = {key: value for key, value in now.items() if key in before}
         if before != now:
             parts.append(f"{name} {_short(before)} (config: {_short(now)})")
     return "; ".join(parts)

@@ -18,6 +18,8 @@ class EngineSpec:
     (written by `flexroll merge`), for backends that merge nothing themselves. max_batch: most sequences that run at
     once; it and max_model_len bound every later `prepare`. first_batch: what the first `prepare` will ask for. dummy:
     draw weights on the device, from config.json alone. option: the backend's own options, as validated by the config.
+    shard: folder of the NF4 checkpoint (`flexroll quantise`), where the option wants it. replay: file of the decode
+    kernel options that autotuning found (`flexroll autotune`), where the option wants them.
     """
 
     model: Path
@@ -31,6 +33,8 @@ class EngineSpec:
     seed: int
     first_batch: int = 1
     dummy: bool = False
+    shard: Path | None = None
+    replay: Path | None = None
     option: dict[str, Any] = field(default_factory=dict)
 
 

@@ -44,7 +44,7 @@ def copy_adapter(model: Any, adapter: Path) -> int:
 
 
 class Unsloth(Backend):
-    """Options: fast_inference (vLLM inside), load_in_4bit. Adapter modes: none, unmerged."""
+    """Options: fast_inference (vLLM inside), four_bit. Adapter modes: none, unmerged."""
 
     @classmethod
     def unavailable(cls, spec: EngineSpec) -> str | None:
@@ -70,7 +70,7 @@ class Unsloth(Backend):
             model_name=str(checkpoint),
             max_seq_length=spec.max_model_len,
             dtype=getattr(torch, spec.dtype),
-            load_in_4bit=bool(spec.option.get("load_in_4bit", False)),
+            load_in_4bit=spec.option.get("four_bit") is not None,
             fast_inference=self.fast,
             max_lora_rank=config.get("r", 16),
             random_state=spec.seed,

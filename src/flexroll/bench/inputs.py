@@ -10,9 +10,11 @@ from pathlib import Path
 from flexroll.bench.checkpoint import fingerprint
 from flexroll.bench.task import read_input, read_prompts
 from flexroll.errors import FlexrollError
+from flexroll.provenance import hash_json
 from flexroll.schema.cells import Job, expand, jobs
 from flexroll.schema.config import Config
 
+SHARD = "four_bit"  # folder of the NF4 checkpoint, under work/<run>
 MERGED_FILES = "files.json"  # {name: sha256} of the merged checkpoint, written when it is complete
 
 
@@ -20,7 +22,8 @@ MERGED_FILES = "files.json"  # {name: sha256} of the merged checkpoint, written 
 class Inputs:
     """What earlier rules prepared for a job.
 
-    hashes: of model and prompts; of adapter and merged checkpoint where the job reads them.
+    hashes: of model and prompts; of adapter, merged checkpoint, NF4 shard and replayed options where the job reads
+    them.
     """
 
     model: Path
@@ -29,6 +32,8 @@ class Inputs:
     adapter: Path | None
     merged: Path | None
     hashes: dict[str, str]
+    shard: Path | None = None
+    replay: Path | None = None
 
 
 def find_job(config: Config, name: str) -> Job:
@@ -61,7 +66,29 @@ def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
     if job.adapter == "merged" and job.backend != "flex":  # flex merges in memory
         merged = work / "merged"
         hashes["merged"] = fingerprint(read_input(merged / MERGED_FILES, "merge", ("config.json",)))
-    return Inputs(folder, work / "prompts.json", prompts["sha256"], adapter, merged, hashes)
+    shard = replay = None
+    if wants_shard(job):
+        shard = work / SHARD
+        hashes["shard"] = fingerprint(read_input(shard / MERGED_FILES, "quantise", ("config.json",)))
+    if (kind := replay_kind(job)) is not None:
+        replay = work / replay_file(job.stack, kind)
+        hashes["replay"] = hash_json(read_input(replay, "autotune", ("options",))["options"])
+    return Inputs(folder, work / "prompts.json", prompts["sha256"], adapter, merged, hashes, shard, replay)
+
+
+def wants_shard(job: Job) -> bool:
+    """Whether its engine reads the NF4 checkpoint."""
+    return job.cells[0].option_values.get("four_bit") == "shard"
+
+
+def replay_kind(job: Job) -> str | None:
+    """Which autotuned kernel options its engine runs with: plain, tma, or none."""
+    return job.cells[0].option_values.get("replay")
+
+
+def replay_file(stack: str, kind: str) -> str:
+    """Where under work/<run> `flexroll autotune` puts what it found."""
+    return f"autotune/{stack}-{kind}.json"
 
 
 def _adapter_hash(folder: Path) -> str:

@@ -171,7 +171,7 @@ def _run(
     if not cells:
         return
     device = variant(device_class())
-    spec = engine_spec(job, cells[0], device, inputs.model, inputs.adapter, inputs.merged)
+    spec = engine_spec(job, cells[0], device, inputs.model, inputs.adapter, inputs.merged, inputs.shard, inputs.replay)
     task = Task(mode=mode, backend=backend or job.backend, spec=spec, cells=cells, prompts=inputs.prompts)
     supervisor = Supervisor(task, work / "jobs" / f"{mode}-{job.name}.json", log, config.limits, env, report, watch)
     try:

@@ -26,15 +26,21 @@ class Task(BaseModel):
 
 
 def engine_spec(
-    job: Job, first: Cell, device: str, model: Path, adapter: Path | None, merged: Path | None
+    job: Job,
+    first: Cell,
+    device: str,
+    model: Path,
+    adapter: Path | None,
+    merged: Path | None,
+    shard: Path | None = None,
+    replay: Path | None = None,
 ) -> dict[str, Any]:
     """Fields of EngineSpec for a job: its engine is sized for all of the job's cells. first: the cell to run first."""
     cells = job.cells
+    files = {"model": model, "adapter": adapter, "merged": merged, "shard": shard, "replay": replay}
     return {
-        "model": str(model),
+        **{name: None if path is None else str(path) for name, path in files.items()},
         "adapter_mode": job.adapter,
-        "adapter": None if adapter is None else str(adapter),
-        "merged": None if merged is None else str(merged),
         "dtype": cells[0].dtype,
         "device": device,
         "max_batch": max(c.running for c in cells),

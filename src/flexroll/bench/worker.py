@@ -32,6 +32,7 @@ from flexroll.schema.cells import Cell
 from flexroll.schema.records import Round, Sample
 
 SAMPLES = 3
+PATHS = ("model", "adapter", "merged", "shard", "replay")  # of a spec
 WARMUP_TOKENS = 16  # enough for every kernel of a decode step to have run
 
 
@@ -59,7 +60,7 @@ class Events:
 
 
 def run(task: Task, events: Events) -> int:
-    spec = EngineSpec(**{**task.spec, **{k: _path(task.spec[k]) for k in ("model", "adapter", "merged")}})
+    spec = EngineSpec(**{**task.spec, **{k: _path(task.spec[k]) for k in PATHS}})
     prompts = [p["ids"] for p in read_prompts(task.prompts)["prompts"]]
     before = device_in_use(spec.device)
     begun = time.perf_counter()
@@ -112,6 +113,7 @@ def run_cell(
             else:
                 for index in range(cell.warmup_rounds + cell.rounds):
                     warm = index < cell.warmup_rounds
+                    batch = prompts_of_round(cell, prompts, index - cell.warmup_rounds)
                     chosen = prompts[: cell.warmup_prompts] if warm else batch
                     done, tokens, (begin, end) = _round(backend, cell, chosen, index, warm)
                     events.send("round", round=done.model_dump(), begin=begin, end=end)
@@ -130,6 +132,12 @@ def run_cell(
         traceback.print_exc()
         events.send("cell_failed", reason=one_line(error), prompt_tokens=sum(map(len, batch)))
         return isinstance(error, FlexrollError)  # said in plain words: nothing in the engine is broken
+
+
+def prompts_of_round(cell: Cell, prompts: list[list[int]], index: int) -> list[list[int]]:
+    """The first prompts of the list, or with vary_prompts those after the round before's, round and round."""
+    first = cell.prompts * index if cell.vary_prompts and index > 0 else 0
+    return [prompts[(first + i) % len(prompts)] for i in range(cell.prompts)]
 
 
 def _round(

@@ -107,7 +107,7 @@ def weights_size(run: Run, held: Held) -> Iterator[Finding]:
         yield not_applicable("the model's config.json is not here, or of no known decoder")
     elif weights is None:
         yield not_applicable("the record does not tell the bytes of the weights")
-    elif cell.option_values.get("load_in_4bit"):
+    elif cell.option_values.get("four_bit"):
         yield not_applicable("weights are quantised")
     else:
         wanted = _expected_weights(run.architecture, run.config.adapter, held)

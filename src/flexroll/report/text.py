@@ -12,11 +12,13 @@ ADAPTERS = {"none": "", "merged": "LoRA merged", "unmerged": "LoRA unmerged", "r
 SECTIONS = {
     "batch_sweep": "batch sweep",
     "grpo": "GRPO workload with LoRA",
+    "lora": "LoRA forms",
     "group": "group sampling",
     "uneven": "uneven lengths",
     "memory": "memory",
     "options": "options",
     "broke": "what broke",
+    "tried": "what did not move the needle",
     "torch_versions": "torch versions",
     "drift": "drift",
     "second_text": "second text",

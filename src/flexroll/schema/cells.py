@@ -48,6 +48,7 @@ class Cell(BaseModel):
     rounds: int
     warmup_rounds: int
     warmup_prompts: int
+    vary_prompts: bool = False
     min_round_s: float = 0
     seed: int
     weights: Literal["written", "drawn"] = "written"
@@ -174,6 +175,7 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
                     rounds=experiment.rounds or config.repeats.rounds,
                     warmup_rounds=config.repeats.warmup_rounds,
                     min_round_s=config.repeats.min_round_s,
+                    vary_prompts=experiment.vary_prompts,
                     warmup_prompts=experiment.warmup_prompts or batch // experiment.samples,
                     seed=config.seed,
                     weights=config.model.weights,

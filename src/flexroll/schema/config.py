@@ -19,7 +19,19 @@ from flexroll.schema.options import Option
 
 BackendName = Literal["flex", "transformers_generate", "transformers_cb", "vllm", "unsloth"]
 AdapterMode = Literal["none", "merged", "unmerged", "request"]
-Section = Literal["batch_sweep", "grpo", "group", "uneven", "memory", "options", "broke", "torch_versions"]
+Section = Literal[
+    "batch_sweep",
+    "grpo",
+    "lora",
+    "four_bit",
+    "group",
+    "uneven",
+    "memory",
+    "options",
+    "broke",
+    "tried",
+    "torch_versions",
+]
 
 
 class Model(Strict):
@@ -146,6 +158,9 @@ class Experiment(Strict):
     slots: int | None = Field(None, ge=1, description="Sequences that run at once, the rest wait; default: the batch.")
     max_model_len: int | None = Field(None, ge=16, description="Overrides the run's max_model_len.")
     sampling: str = "greedy"
+    vary_prompts: bool = Field(
+        False, description="A round takes the next prompts of the list, round and round, instead of the same ones."
+    )
     warmup_prompts: int | None = Field(
         None, ge=1, description="Prompts of the warm-up round; default: those of the batch."
     )
@@ -186,6 +201,34 @@ class Drift(Strict):
     stacks: list[str]
 
 
+class FourBitShard(Strict):
+    """The NF4 checkpoint that `flexroll quantise` writes for options with `four_bit: shard`.
+
+    skip: parts of module names that stay in the model's dtype, as pre-quantised checkpoints on the hub leave some.
+    """
+
+    skip: list[str] = Field(default_factory=lambda: ["lm_head"])
+
+
+class Quality(Strict):
+    """How exact each engine configuration is: teacher-forced log-probabilities against transformers in fp32.
+
+    model, prompts: the run's own where left out. Random weights tell nothing about rounding, so that a run on them
+    names a real checkpoint here. baseline: the option that others are held against, of the same backend, adapter and
+    stack.
+    """
+
+    model: Model | None = None
+    prompts: Prompts | None = None
+    count: int = Field(32, ge=1, description="Prompts.")
+    new_tokens: int = Field(64, ge=2, description="Tokens of the fp32 model's greedy continuation that are scored.")
+    baseline: str = "default"
+    limit: float = Field(1.1, gt=1, description="An option is admissible up to this multiple of the baseline's KL.")
+    near_tie: float = Field(
+        0.2, gt=0, description="A first divergence is a near-tie if fp32 holds both tokens this close, in nats."
+    )
+
+
 class Requires(Strict):
     """What the machine must have; preflight checks it before anything is downloaded or run."""
 
@@ -205,6 +248,8 @@ class Config(Strict):
     repeats: Repeats = Repeats()
     limits: Limits = Limits()
     drift: Drift
+    quality: Quality | None = Field(None, description="Left out: no configuration is scored.")
+    four_bit: FourBitShard = FourBitShard()
     seed: int = 0
     samplings: dict[str, Sampling] = Field(default_factory=lambda: {"greedy": Sampling()})
     options: dict[str, Option] = Field(default_factory=dict)

@@ -8,6 +8,11 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from flexroll.schema.base import Strict
 
+# bitsandbytes NF4: quantised as it is loaded, or read from a checkpoint that `flexroll quantise` wrote, in which the
+# modules of config.four_bit.skip are left as they were. A LoRA adapter stays a wrapper: nothing merges into NF4.
+FourBit = Literal["on_the_fly", "shard"]
+FOUR_BIT = "NF4 weights (bitsandbytes), compute in the model's dtype: quantised while loading, or read from a shard."
+
 LOAD = "auto: the checkpoint's files, or weights drawn on the device where model.weights is drawn; dummy: drawn always."
 
 
@@ -17,6 +22,26 @@ class FlexOptions(Strict):
     attention: Literal["flex", "triton"] | None = Field(None, description="Default: the engine's for the device.")
     page_size: int = Field(64, description="Tokens a KV page; a power of two from 16 to 256.")
     compile: bool = Field(True, description="False: eager flex_attention, the seed's first row.")
+    compile_mode: Literal["default", "max-autotune", "max-autotune-no-cudagraphs"] = Field(
+        "default", description="torch.compile's mode for flex_attention."
+    )
+    compile_forward: bool = Field(
+        False, description="torch.compile over a decode step's whole forward pass; without the fused kernels."
+    )
+    fused: bool | None = Field(None, description="Triton kernels for all but attention; default: on a GPU.")
+    contiguous: bool = Field(False, description="A run of pages for every slot, as BLOCKS_ARE_CONTIGUOUS needs.")
+    prefill_mask: Literal["logical", "bounds"] = Field(
+        "logical",
+        description="bounds: a first and a last physical position a query, nothing looked up by key position; needs "
+        "contiguous.",
+    )
+    unchecked: bool = Field(
+        False, description="Kernel options go to torch unchecked: to measure what a wrong or unsafe one does."
+    )
+    replay: Literal["plain", "tma"] | None = Field(
+        None, description="Decode kernel options that Inductor's autotuning logged as best, without or with USE_TMA."
+    )
+    four_bit: FourBit | None = Field(None, description=FOUR_BIT)
     cuda_graphs: bool = Field(True, description="Decode steps as captured graphs; on a CPU there are none.")
     max_prefill_tokens: int | None = Field(
         None, ge=64, description="Most prompt tokens one prefill step takes; default: the engine's."
@@ -36,9 +61,27 @@ class FlexOptions(Strict):
         return value
 
 
+class TransformersGenerateOptions(Strict):
+    four_bit: FourBit | None = Field(None, description=FOUR_BIT)
+
+
 class TransformersCbOptions(Strict):
-    attention: Literal["paged|sdpa", "paged|eager"] = "paged|sdpa"
+    """Options of transformers' continuous batching. Paged flash attention needs a GPU and its library."""
+
+    attention: Literal[
+        "paged|sdpa", "paged|eager", "paged|flash_attention_2", "paged|flash_attention_3", "paged|flash_attention_4"
+    ] = "paged|sdpa"
     block_size: int = Field(32, ge=1)
+    driver: Literal["manager", "persistent", "sync"] = Field(
+        "manager",
+        description="manager: the library's thread, a manager a call; persistent: one manager for all calls; sync: "
+        "cache and processor stepped on the main thread, without a thread.",
+    )
+    cuda_graph: bool = Field(False, description="The library's CUDA graphs of steps; a GPU only.")
+    compile: Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"] | None = Field(
+        None, description="torch.compile of model.forward in this mode; graph breaks and recompiles are counted."
+    )
+    four_bit: FourBit | None = Field(None, description=FOUR_BIT)
 
 
 class VllmOptions(Strict):
@@ -70,7 +113,7 @@ class VllmOptions(Strict):
 
 class UnslothOptions(Strict):
     fast_inference: bool = False
-    load_in_4bit: bool = False
+    four_bit: FourBit | None = Field(None, description=FOUR_BIT)
 
 
 class Option(Strict):
@@ -78,6 +121,7 @@ class Option(Strict):
 
     note: str = ""
     flex: FlexOptions = FlexOptions()
+    transformers_generate: TransformersGenerateOptions = TransformersGenerateOptions()
     transformers_cb: TransformersCbOptions = TransformersCbOptions()
     vllm: VllmOptions = VllmOptions()
     unsloth: UnslothOptions = UnslothOptions()

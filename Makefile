@@ -1,5 +1,6 @@
 # `make demo` and `make test` need python3 (3.11 to 3.13), git, make and g++, and do all their own set-up.
 #   make demo [STACKS=torch2.11] [PROFILE=podman]    the whole pipeline on the embedded model, on a CPU
+#   make laboratory                 the same for every option, every failure and every other engine of the published work
 #   make images [RUNTIME=podman] [VARIANT=cpu] [BASE=IMAGE]    build, test and record the container images
 #   make test                       all tests, in the driver environment and in every stack
 #   make stack STACK=torch2.11      install one stack;  make setup: the driver environment and all stacks
@@ -16,22 +17,22 @@ COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-h
 ALONE := flock .cache/run.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help demo images test driver setup stack lock schema lint format plan clean distclean
+.PHONY: help demo laboratory images test driver setup stack lock schema lint format plan clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-demo:
+demo laboratory:
 ifeq ($(PROFILE),native)
 	@$(SETUP) $(if $(STACKS),"$(STACKS)",--all)
 else
 	@test -d "profiles/$(PROFILE)" || { echo "no profile '$(PROFILE)'; known: $$(ls profiles | xargs)" >&2; exit 2; }
 	@$(MAKE) --no-print-directory images RUNTIME=$(filter apptainer podman docker,$(PROFILE))
 endif
-	@flock --nonblock .cache/run.lock true || echo "[demo] another run of this tree has not ended; waiting for it"
+	@flock --nonblock .cache/run.lock true || echo "[$@] another run of this tree has not ended; waiting for it"
 	@$(ALONE) .venv/bin/snakemake --workflow-profile profiles/$(PROFILE) --nolock --cores all \
-	  --configfile workflow/presets/demo.yaml $(if $(STACKS),--config "stacks=$(STACKS)")
-	@echo "[demo] done: results/demo/results.md"
+	  --configfile workflow/presets/$@.yaml $(if $(STACKS),--config "stacks=$(STACKS)")
+	@echo "[$@] done: results/$@/results.md"
 
 images: driver
 	@.venv/bin/flexroll images $(if $(RUNTIME),--runtime "$(RUNTIME)") $(if $(VARIANT),--variant "$(VARIANT)") \

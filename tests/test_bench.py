@@ -23,7 +23,7 @@ from flexroll.bench.job import bench, warmup
 from flexroll.bench.plan import cell_seconds, make_plan, start_seconds
 from flexroll.bench.progress import Progress
 from flexroll.bench.retry import retry
-from flexroll.bench.worker import check_counts
+from flexroll.bench.worker import check_counts, prompts_of_round
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import expand
 from flexroll.schema.load import parse_config
@@ -472,3 +472,13 @@ def test_memory_of_an_engine_in_another_process(monkeypatch, pids, known, peak):
     assert asked[-1] == {os.getpid(), *pids}
     found = watch.result({"weights": 1})
     assert (found.peak_allocated, found.device_total, found.weights) == (peak, 900, 1)
+
+
+def test_prompts_vary_by_round_where_asked():
+    """Round after round the next prompts, from the first one again at the end of the list; warm-up takes the first."""
+    prompts = [[i] for i in range(5)]
+    for varied, expected in ((True, [[0, 1], [0, 1], [2, 3], [4, 0]]), (False, [[0, 1]] * 4)):
+        cell = expand(parse_config(config_data()))[1].model_copy(update={"vary_prompts": varied})
+        assert cell.batch == 2
+        rounds = [prompts_of_round(cell, prompts, index) for index in (-1, 0, 1, 2)]
+        assert [[ids[0] for ids in prompts] for prompts in rounds] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,12 +17,12 @@ pytest.importorskip("snakemake")
 from flexroll.errors import FlexrollError
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order, remark
-from flexroll.schema.config import AdapterMode, BackendName
+from flexroll.schema.config import AdapterMode, BackendName, Config
 from flexroll.schema.export import config_schema
 from flexroll.schema.lengths import Lengths
 from flexroll.schema.load import known_stacks, load_config, parse_config
 
-PRESETS = ("demo", "smoke", "h200-engine")
+PRESETS = ("demo", "smoke", "laboratory", "h200-engine", "h200-options")
 CONFIGS = ["config.yaml", *(f"workflow/presets/{name}.yaml" for name in PRESETS)]
 
 
@@ -88,6 +89,67 @@ def test_default_config_is_the_published_matrix(root: Path) -> None:
     assert {c.stack for c in cells if c.experiment == "torch_versions"} == {"torch2.9.1", "torch2.11"}
     # Continuous batching of transformers ignores min_p: sampled cells of it would not be like for like.
     assert all(c.sampling_values.min_p == 0 for c in cells if c.backend == "transformers_cb")
+
+
+def test_every_named_option_is_of_use(root: Path) -> None:
+    """workflow/options.yaml holds nothing that no config of the tree asks for."""
+    shared = yaml.safe_load((root / "workflow/options.yaml").read_text())
+    named = {c.option for name in CONFIGS for c in expand(load_config(root / name))}
+    assert shared.keys() <= named
+
+
+def test_a_config_takes_the_options_it_names_from_the_file_beside_it(tmp_path: Path) -> None:
+    (tmp_path / "more.yaml").write_text("a: {note: A}\nb: {flex: {page_size: 32}}\nc: {note: C}\n")
+    data = minimal(
+        options_file="more.yaml",
+        options={"a": {"note": "own"}},
+        experiments={"one": experiment(backends=[{"backend": "flex", "options": ["a", "b"]}])},
+    )
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(data))
+    config = load_config(tmp_path / "config.yaml")
+    assert set(config.options) == {"a", "b"} and config.options["a"].note == "own"
+    assert config.option("b").flex.page_size == 32
+    again = Config.model_validate(config.model_dump(mode="json"))  # as analysis.json keeps it
+    assert expand(again) == expand(config)
+    (tmp_path / "more.yaml").write_text("a: {flx: {}}\nb: {}\n")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(data | {"options": {}}))
+    with pytest.raises(FlexrollError, match="unknown key 'options.a.flx'"):
+        load_config(tmp_path / "config.yaml")
+    for content in (None, "[1]", "a: ["):
+        (tmp_path / "more.yaml").unlink(missing_ok=True)
+        if content is not None:
+            (tmp_path / "more.yaml").write_text(content)
+        with pytest.raises(FlexrollError, match=r"more\.yaml") as caught:
+            load_config(tmp_path / "config.yaml")
+        assert "\n" not in str(caught.value)
+
+
+def test_every_option_starts_from_the_defaults() -> None:
+    config = parse_config(
+        minimal(
+            defaults={"flex": {"buckets": [2], "page_size": 32}},
+            options={"a": {"flex": {"page_size": 16}}, "b": {"vllm": {"enforce_eager": True}}},
+            experiments={"one": experiment(backends=[{"backend": "flex", "options": ["default", "a", "b"]}])},
+        )
+    )
+    found = {c.option: c.option_values for c in expand(config)}
+    assert {name: (v["buckets"], v["page_size"]) for name, v in found.items()} == {
+        "default": ([2], 32),
+        "a": ([2], 16),
+        "b": ([2], 32),
+    }
+    assert expand(Config.model_validate(config.model_dump(mode="json"))) == expand(config)
+
+
+def test_an_experiment_may_have_sessions_of_its_own() -> None:
+    config = parse_config(
+        minimal(
+            repeats={"sessions": 3},
+            experiments={"one": experiment(), "two": experiment(sessions=1), "three": experiment(sessions=4)},
+        )
+    )
+    counts = Counter(c.experiment for c in expand(config))
+    assert counts == {"one": 3, "two": 1, "three": 4}
 
 
 def test_demo_covers_backends_stacks_and_options(root: Path) -> None:

@@ -150,7 +150,7 @@ def expand(config: Config, stacks: Iterable[str] | None = None) -> list[Cell]:
                 use.options,
                 use.adapters,
                 use.batches or experiment.batches,
-                range(1, config.repeats.sessions + 1),
+                range(1, (experiment.sessions or config.repeats.sessions) + 1),
             )
             for stack, option, adapter, batch, session in axes:
                 cell = Cell(

@@ -264,13 +264,11 @@ class Source(Strict):
 
 class ClaimsFile(Strict):
     """gpu, model: what the numbers were measured on. model is compared as a prefix of the run's model name, letters and
-    digits only, so that `Qwen3-4B` also covers a run on random weights of that shape. planned_options: options of cells
-    that judge claims and that config.yaml does not have yet, with what they set."""
+    digits only, so that `Qwen3-4B` also covers a run on random weights of that shape."""
 
     gpu: str
     model: str
     sources: dict[SourceKey, Source]
-    planned_options: dict[str, str] = Field(default_factory=dict)
     published: list[Published] = Field(default_factory=list)
     claims: list[Claim] = Field(min_length=1)
 

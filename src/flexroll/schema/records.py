@@ -95,6 +95,9 @@ class Round(Base):
     warmup: bool = False
     tokens_sha256: str = Field("", description="Hash of the first call's token ids, to see whether rounds repeat.")
     started: float | None = Field(None, description="Unix time of its begin, seconds.")
+    notes: dict[str, float] = Field(
+        default_factory=dict, description="Counts and seconds of the backend's own, as graph breaks: sums over calls."
+    )
     telemetry: Telemetry | None = None
     flags: list[str] = []
 

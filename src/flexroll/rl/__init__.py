@@ -1,0 +1,1 @@
+"""Reinforcement learning: the engine inside a trainer."""

@@ -41,7 +41,8 @@ def source_hash(*roots: str, src: Path | None = None) -> str:
     """Hash of the code that the modules `roots` run: they and every flexroll module they import, at any depth.
 
     Function-level imports count, imports under `if TYPE_CHECKING` do not; a module named only in a string is not
-    followed. Comments, docstrings and layout do not change the hash, nor does the Python version that computes it.
+    followed. Comments, docstrings and layout do not change the hash, nor does the Python version that computes it. A
+    data file counts where a module that reads it says so: `DATA_FILES = ("name",)`, files beside the module.
 
     Args:
         src: folder that holds the package; default: the running one.
@@ -64,7 +65,13 @@ def module_hash(*modules: str, src: Path | None = None) -> str:
 def _hash_modules(modules: dict[str, Path]) -> str:
     digest = hashlib.sha256()
     for module, path in sorted(modules.items()):
-        digest.update(f"{module}\0{_parsed(path)[0]}\0".encode())
+        code, _, data = _parsed(path)
+        digest.update(f"{module}\0{code}\0".encode())
+        for name in data:
+            try:
+                digest.update(hashlib.sha256((path.parent / name).read_bytes()).digest())
+            except OSError:
+                raise FlexrollError(f"{path.parent / name}: missing, and {module} reads it; restore it") from None
     return digest.hexdigest()
 
 
@@ -207,20 +214,20 @@ def _absolute(target: tuple[int, str], package: str) -> str:
     return ".".join(parts[: len(parts) - level + 1] + ([name] if name else []))
 
 
-def _parsed(path: Path) -> tuple[str, tuple[tuple[int, str], ...]]:
+def _parsed(path: Path) -> tuple[str, tuple[tuple[int, str], ...], tuple[str, ...]]:
     stat = path.stat()
     return _parse_file(path, stat.st_mtime_ns, stat.st_size)
 
 
 @lru_cache(maxsize=1024)
-def _parse_file(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[tuple[int, str], ...]]:
-    """(hash of the code, import targets) of a file; cached until the file changes."""
+def _parse_file(path: Path, mtime_ns: int, size: int) -> tuple[str, tuple[tuple[int, str], ...], tuple[str, ...]]:
+    """(hash of the code, import targets, names of data files) of a file; cached until the file changes."""
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
         raise FlexrollError(f"{path}:{error.lineno}: not valid Python ({error.msg})") from None
     _drop_docstrings(tree)
-    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), tuple(_imports(tree))
+    return hashlib.sha256(_canonical(tree).encode()).hexdigest(), tuple(_imports(tree)), _data_files(tree)
 
 
 def _drop_docstrings(tree: ast.Module) -> None:
@@ -245,6 +252,13 @@ def _canonical(node: Any) -> str:
     if isinstance(node, list):
         return "[" + ",".join(_canonical(item) for item in node) + "]"
     return repr(node)
+
+
+def _data_files(tree: ast.Module) -> tuple[str, ...]:
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "DATA_FILES" for t in node.targets):
+            return tuple(ast.literal_eval(node.value))
+    return ()
 
 
 def _imports(tree: ast.AST) -> list[tuple[int, str]]:

@@ -1,28 +1,43 @@
 """Kernel options for flex_attention where the caller gives none, by measurement; `Engine` merges them in.
 
-A GPU is found by a part of its name. One that was not measured gets the last entry.
+They stand in kernel_defaults.json: part of a GPU's name -> kind of step -> {options, note: what was measured}. The
+longest part that a GPU's name holds counts; one that was not measured gets those of the empty name. `flexroll sweep
+--write-defaults` adds to the file.
 """
 
 from __future__ import annotations
 
+import json
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
-# Part of the GPU's name -> kind of step -> kernel_options.
-MEASURED: dict[str, dict[str, dict[str, Any]]] = {
-    # Prefill of 63 prompts of 130 tokens at Qwen3-4B's shape: 221 us a layer; Inductor's own 8 warps 410, query blocks
-    # of 128 rows 317, 2 stages 346.
-    # A decode step at 330 to 440 tokens a sequence: 4.107 ms at batch 64 (Inductor's own 2 warps 4.142, 1 warp 4.426),
-    # 3.552 at batch 8 (2 warps 3.597, and with SPLIT_KV 4 3.599).
-    "H200": {"prefill": {"num_warps": 4}, "decode": {"num_warps": 4}},
-    "": {"prefill": {"num_warps": 4}, "decode": {"num_warps": 4}},
-}
+# Files beside this one that it reads: they count as its code (provenance.source_hash).
+DATA_FILES = ("kernel_defaults.json",)
 
 
-def kernel_options(kind: str, device: torch.device) -> dict[str, Any]:
-    """Options of kind "decode" or "prefill" for this device; none on a CPU."""
+def kernel_options(kind: str, device: torch.device, page_size: int | None = None) -> dict[str, Any]:
+    """Options of kind "decode" or "prefill" for this device; none on a CPU.
+
+    page_size: tokens a KV page, in whole parts of which a kernel reads keys: a larger BLOCK_N is cut to it.
+    """
     if device.type != "cuda":
         return {}
-    name = torch.cuda.get_device_name(device)
-    return dict(next(options for part, options in MEASURED.items() if part in name)[kind])
+    options = dict(options_for(torch.cuda.get_device_name(device), kind, measured()))
+    if page_size is not None and "BLOCK_N" in options:
+        options["BLOCK_N"] = min(options["BLOCK_N"], page_size)
+    return options
+
+
+def options_for(name: str, kind: str, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the table says of that kind for a GPU of this name."""
+    part = max((part for part, kinds in table.items() if part in name and kind in kinds), key=len)
+    return table[part][kind]["options"]
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[str, dict[str, Any]]:
+    """The file's contents."""
+    return json.loads(Path(__file__).with_name(DATA_FILES[0]).read_text())

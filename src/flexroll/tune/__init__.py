@@ -1,0 +1,1 @@
+"""Finding kernel options: what Inductor's autotuning logs, and sweeps scored by whole rollouts."""

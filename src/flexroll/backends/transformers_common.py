@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from flexroll.backends import nf4
 from flexroll.backends.base import EngineSpec
 from flexroll.errors import FlexrollError
 from flexroll.schema import architecture
@@ -20,12 +21,21 @@ DTYPE_BYTES = architecture.DTYPE_BYTES
 
 
 def checkpoint_of(spec: EngineSpec) -> Path:
-    """The checkpoint folder this spec runs: the merged one in mode merged, else the base.
+    """The checkpoint folder this spec runs: the NF4 shard where the option asks for it, the merged one in mode merged,
+    else the base.
 
     Raises:
-        FlexrollError: there is no such folder, or it holds no config.json.
+        FlexrollError: there is no such folder, it holds no config.json, or an adapter should be merged into 4 bits.
     """
     path = spec.merged if spec.adapter_mode == "merged" else spec.model
+    if (four_bit := spec.option.get("four_bit")) is not None:
+        if spec.adapter_mode == "merged":
+            raise FlexrollError(
+                "adapter mode 'merged': nothing merges into 4-bit weights; use unmerged, or drop four_bit"
+            )
+        path = spec.shard if four_bit == "shard" else spec.model
+        if path is None:
+            raise FlexrollError("four_bit 'shard' needs a checkpoint in NF4; write one with `flexroll quantise`")
     if path is None:
         raise FlexrollError("adapter mode 'merged' needs a merged checkpoint; write one with `flexroll merge`")
     if not (path / "config.json").is_file():
@@ -164,8 +174,13 @@ def static_batches(
 
 
 def parameter_bytes(model: Any) -> int:
-    """Bytes of a module's parameters, a shared tensor counted once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    """Bytes of a module's parameters, a shared one counted once; of 4-bit ones the packed values and their scales."""
+    tensors = []
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        nested = getattr(state, "state2", None)
+        tensors += [parameter, *(part.absmax for part in (state, nested) if part is not None)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def load_model(spec: EngineSpec, attention: str) -> Any:
@@ -173,10 +188,11 @@ def load_model(spec: EngineSpec, attention: str) -> Any:
 
     Returns the transformers model itself, never PEFT's wrapper. LoRA weights get the model's dtype: PEFT would keep
     them in float32, which no other engine does. The checkpoint's generation_config is emptied, for its values fill in
-    whatever a call leaves out.
+    whatever a call leaves out. Option four_bit: the layers' weights in NF4, by bitsandbytes, the head dense.
 
     Raises:
-        FlexrollError: a folder is missing, or the adapter lacks weights of modules it says it adapts.
+        FlexrollError: a folder is missing, the adapter lacks weights of modules it says it adapts, or (four_bit) the
+            adapter is to be merged.
     """
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -184,13 +200,23 @@ def load_model(spec: EngineSpec, attention: str) -> Any:
 
     checkpoint, adapter = checkpoint_of(spec), adapter_of(spec)
     logging.disable_progress_bar()
+    four_bit, more = spec.option.get("four_bit"), {}
+    if four_bit is not None:  # it is quantised where it is loaded, and cannot be moved or cast as a whole afterwards
+        more["device_map"] = {"": spec.device}
+    if four_bit == "on_the_fly":
+        more["quantization_config"] = nf4.nf4_config(spec.dtype, ["lm_head"])
     model = AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=getattr(torch, spec.dtype), attn_implementation=attention, local_files_only=True
+        checkpoint, dtype=getattr(torch, spec.dtype), attn_implementation=attention, local_files_only=True, **more
     )
+    if four_bit is not None:
+        nf4.compute_in(model, spec.dtype)
+        nf4.tie_head(model, checkpoint)
     if adapter is not None:
         model = _with_adapter(model, adapter)
     model.generation_config = GenerationConfig()
-    return model.to(spec.device).eval().requires_grad_(False)
+    if four_bit is None:
+        model = model.to(spec.device)
+    return model.eval().requires_grad_(False)
 
 
 def _with_adapter(model: Any, adapter: Path) -> Any:

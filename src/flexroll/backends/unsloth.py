@@ -70,6 +70,7 @@ class Unsloth(Backend):
             model_name=str(checkpoint),
             max_seq_length=spec.max_model_len,
             dtype=getattr(torch, spec.dtype),
+            # A shard says so itself; quantised on the fly, Unsloth brings its own NF4 settings.
             load_in_4bit=spec.option.get("four_bit") is not None,
             fast_inference=self.fast,
             max_lora_rank=config.get("r", 16),

@@ -42,7 +42,7 @@ class TorchOps:
     def __init__(
         self, weights: DecoderWeights, cos: torch.Tensor, sin: torch.Tensor, low_rank: dict[str, list[LowRank]]
     ) -> None:
-        self.config, self.tensors = weights.config, weights.tensors
+        self.config, self.tensors, self.quantised = weights.config, weights.tensors, weights.quantised
         self.cos, self.sin, self.low_rank = cos, sin, low_rank
 
     def embed(self, ids: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,8 @@ class TorchOps:
 
     def linear(self, key: str, x: torch.Tensor) -> torch.Tensor:
         """x [n, in] through the fused weight `key` -> [n, out]; unmerged updates included."""
-        y = F.linear(x, self.tensors[f"{key}.weight"], self.tensors.get(f"{key}.bias"))
+        bias, quantised = self.tensors.get(f"{key}.bias"), self.quantised.get(f"{key}.weight")
+        y = F.linear(x, self.tensors[f"{key}.weight"], bias) if quantised is None else quantised.product(x, bias)
         for update in self.low_rank.get(f"{key}.weight", ()):
             part = F.linear(F.linear(x, update.a), update.b)
             y[:, update.start : update.stop].add_(part, alpha=update.scale)
@@ -77,8 +78,9 @@ class TorchOps:
         rows = slice(len(q)) if tokens.q_rows is None else tokens.q_rows
         tokens.q[rows] = apply_rope(q, cos, sin)
         addresses = cache.addresses(tokens.slots, tokens.positions)
-        cache.keys[layer][0].index_copy_(1, addresses, apply_rope(k, cos, sin).transpose(0, 1))
-        cache.values[layer][0].index_copy_(1, addresses, v.transpose(0, 1))
+        # Into the pool as it is, not into a view of it: what torch.compile makes of that writes in place, too.
+        cache.keys[layer].index_copy_(2, addresses, apply_rope(k, cos, sin).transpose(0, 1).unsqueeze(0))
+        cache.values[layer].index_copy_(2, addresses, v.transpose(0, 1).unsqueeze(0))
 
     def add_norm(self, x: torch.Tensor, y: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(x + y, its RMSNorm), [n, hidden] each."""

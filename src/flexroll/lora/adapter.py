@@ -162,11 +162,11 @@ def check_fits(adapter: AdapterWeights, weights: DecoderWeights, folder: Path) -
         name = f"{module}.weight"
         if name not in weights.slices:
             raise FlexrollError(f"{folder}: the base model has no '{module}'; this adapter is for another base")
-        if weights.slices[name].key in ("embed", "head", "norm") or weights.view(name).ndim != 2:
+        if weights.slices[name].key in ("embed", "head", "norm") or len(weights.shape(name)) != 2:
             raise FlexrollError(
                 f"{folder}: an adapter on '{module}' is not supported; target attention and MLP projections"
             )
-        shape = tuple(weights.view(name).shape)
+        shape = weights.shape(name)
         if shape != (b.shape[0], a.shape[1]):
             raise FlexrollError(
                 f"{folder}: '{module}' is updated by a {b.shape[0]} x {a.shape[1]} matrix but is "

@@ -18,6 +18,8 @@ def attach(
     """(weights to run, unmerged updates or None, double copy or None) for a PEFT folder; mode: merged | unmerged."""
     if mode not in ("merged", "unmerged"):
         raise FlexrollError(f"unknown adapter mode '{mode}'; the flex engine has merged and unmerged")
+    if mode == "merged" and base.quantised:
+        raise FlexrollError("adapter mode 'merged': nothing merges into 4-bit weights; use unmerged, or drop four_bit")
     adapter = read_adapter(folder)
     check_fits(adapter, base, folder)
     if mode == "unmerged":

@@ -117,7 +117,8 @@ class TritonOps(TorchOps):
         return product(hidden, weight, tiles, gated=False, **self.launch)[0]
 
     def _tiles(self, key: str, x: torch.Tensor) -> Tiles | None:
-        """How to cut the product with that weight; None where something is added to it, or the library is faster."""
-        if f"{key}.weight" in self.low_rank or f"{key}.bias" in self.tensors:
+        """How to cut the product with that weight; None where something is added to it, it is in NF4, or the library
+        is faster."""
+        if f"{key}.weight" in self.low_rank or f"{key}.bias" in self.tensors or f"{key}.weight" in self.quantised:
             return None
         return tiles_for(key.rpartition(".")[2], x, self.tensors[f"{key}.weight"])

@@ -13,8 +13,10 @@ import torch
 
 from flexroll.engine.attention import (
     FlexAttention,
+    check_flash,
     check_kernel_options,
     flex_attention_function,
+    is_flash,
     with_block_sizes,
 )
 from flexroll.engine.decode import DecodeStep
@@ -30,9 +32,10 @@ from flexroll.engine.prefill import Prefill
 from flexroll.engine.requests import Completion, completion_of, groups_of
 from flexroll.engine.sampling import SamplingParams
 from flexroll.engine.scheduler import Scheduler
+from flexroll.engine.scoring import score
 from flexroll.engine.slots import Slots
 from flexroll.engine.stats import Clock, Stats
-from flexroll.engine.weights import DecoderWeights, load_weights
+from flexroll.engine.weights import DecoderWeights, load_shard, load_weights
 from flexroll.errors import FlexrollError
 
 COMPANY = 16  # see Engine._admit
@@ -64,15 +67,25 @@ class Engine:
             triton, where a bucket costs no compilation, from 8 on four to an octave; on the CPU max_batch alone, where
             a padded row is cheaper than another compilation.
         attention: flex (flex_attention) or triton (the paged kernels). Default triton on a GPU whose model they can
-            serve, else flex; flex too with decode_kernel_options, which it alone heeds, or uncompiled. With
-            prefill_kernel_options prefill is flex_attention's whatever decode steps run on.
+            serve, else flex; flex too with decode_kernel_options or a compile_mode, which it alone heeds, or
+            uncompiled. With prefill_kernel_options or prefill_mask "bounds" prefill is flex_attention's whatever decode
+            steps run on.
         cuda_graphs: on a GPU, replay each bucket's whole decode step as one CUDA graph.
         compiled: torch.compile flex_attention; where that is impossible a warning says why and it runs eagerly.
+        compile_mode: torch.compile's mode for flex_attention: default, max-autotune-no-cudagraphs, or max-autotune,
+            whose own CUDA graphs do not fit into those of decode steps.
+        compile_forward: torch.compile the whole forward pass of a decode step, flex_attention within it, instead of
+            running the fused kernels.
         fused: Triton kernels for all but attention; default on a GPU.
         decode_kernel_options, prefill_kernel_options: flex_attention's kernel_options for the two kinds of step, over
-            the defaults for the GPU (see engine.defaults).
+            the defaults for the GPU (see engine.defaults). BACKEND FLASH, for prefill, comes without those defaults and
+            asks for page_size 128 and the package flash-attn-4.
+        unchecked: hand kernel options to torch as they are, to see what it does: an unknown key fails far from the
+            cause, and BLOCKS_ARE_CONTIGUOUS without contiguous pages reads other sequences' keys.
         contiguous: give each slot a run of pages of its own, for BLOCKS_ARE_CONTIGUOUS. The pool then has room for
             max_batch * max_model_len tokens, and samples of one prompt share nothing.
+        prefill_mask: how prefill tells which keys a query sees: logical, by each key's page; or bounds, by the first
+            and the last physical position of each query, which needs contiguous.
     """
 
     def __init__(
@@ -90,23 +103,15 @@ class Engine:
             raise FlexrollError("attention 'triton' needs a GPU; leave it out, or choose flex")
         self.max_prefill_tokens = max(1, o.max_prefill_tokens or (8192 if self._on_gpu else 2048))
         self._kernel_options = {
-            kind: with_block_sizes(
-                kernel_options(kind, self.device) | check_kernel_options(given, f"{kind}_kernel_options", o.contiguous),
-                self.device,
-                o.page_size,
-                kind == "prefill",
-            )
-            for kind, given in (
-                ("decode", o.decode_kernel_options or {}),
-                ("prefill", o.prefill_kernel_options or {}),
-            )
+            "decode": self._options_of("decode", o.decode_kernel_options or {}, weights.dtype),
+            "prefill": self._options_of("prefill", o.prefill_kernel_options or {}, weights.dtype),
         }
         self.decoder = Decoder(weights, o.max_model_len, low_rank, o.fused)
         self.stats = Stats()
         self._held_back = 0
         self.start_s: dict[str, float] = {}
         self._merged = merged
-        self._flex, self.compiled = flex_attention_function(self.device, o.compiled)
+        self._flex, self.compiled = flex_attention_function(self.device, o.compiled, o.compile_mode)
         self.resize(o.max_batch, o.kv_tokens)
 
     @classmethod
@@ -119,18 +124,29 @@ class Engine:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | None = None,
         dummy: bool = False,
+        four_bit: str | None = None,
+        shard: str | Path | None = None,
         **options: Any,
     ) -> Engine:
         """Load a checkpoint folder, and a PEFT LoRA folder merged into a second copy or kept apart ("unmerged").
 
         dummy: draw random weights for the folder's config.json instead; for speed alone, the text is noise.
+        four_bit: the layers' products in NF4 (bitsandbytes), computed in `dtype`: "on_the_fly", quantised as they are
+        loaded, or "shard", read from the folder `shard` in the model's place. An adapter must then be unmerged.
 
         Raises:
             FlexrollError: the checkpoint or the adapter is missing, corrupt, unsupported, or does not fit the other.
         """
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         begun = time.perf_counter()
-        base = random_weights(Path(model), dtype, device) if dummy else load_weights(Path(model), dtype, device)
+        if four_bit == "shard" and not dummy:
+            base = load_shard(shard, dtype, device)
+        elif four_bit in (None, "on_the_fly"):
+            load = random_weights if dummy else load_weights
+            base = load(Path(model), dtype, device, four_bit=four_bit is not None)
+        else:
+            choice = "on_the_fly, for there is no shard of drawn weights" if dummy else "on_the_fly or shard"
+            raise FlexrollError(f"four_bit is '{four_bit}'; choose {choice}")
         attached: dict[str, Any] = {}
         weights = base
         if adapter is not None:
@@ -180,14 +196,20 @@ class Engine:
         self.attention = self._choose_attention()
         paged = self.attention == "triton"
         flex = FlexAttention(
-            self.cache, self._flex, self.compiled, self._kernel_options["decode"], self._kernel_options["prefill"]
+            self.cache,
+            self._flex,
+            self.compiled,
+            self._kernel_options["decode"],
+            self._kernel_options["prefill"],
+            bounds=o.prefill_mask == "bounds",
         )
         self.buckets = buckets_for(max_batch, o.buckets, self._on_gpu, paged)
-        self._prefill = Prefill(
-            self.decoder, self.cache, None if paged and not o.prefill_kernel_options else flex, self.max_prefill_tokens
-        )
+        # What flex_attention alone heeds keeps prefill on it.
+        flex_prefill = not paged or bool(o.prefill_kernel_options) or o.prefill_mask != "logical"
+        self._prefill = Prefill(self.decoder, self.cache, flex if flex_prefill else None, self.max_prefill_tokens)
+        forward_mode = o.compile_mode if o.compile_forward and self.compiled else None
         self._steps = {
-            bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, None if paged else flex)
+            bucket: DecodeStep(self.decoder, self.cache, self.slots, bucket, None if paged else flex, forward_mode)
             for bucket in self.buckets
         }
         self._pipeline = Pipeline(self._steps, pages, max_batch, self.device)
@@ -256,6 +278,17 @@ class Engine:
         self.stats.preemptions = scheduler.preemptions
         return [completion_of(s) for s in sequences]
 
+    def score(self, prompts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Log probabilities fp32 [tokens, vocab] at every place of given continuations, a tensor a prompt, on the host.
+
+        They are those of decode steps as `generate` runs them, the given token in place of the sampled one; only the
+        CUDA graphs of decode steps stand aside.
+
+        Raises:
+            FlexrollError: an empty continuation, other numbers of prompts and continuations, and as in `generate`.
+        """
+        return score(self, self._steps.values(), prompts, continuations)
+
     def _iterate(self, scheduler: Scheduler, clock: Clock) -> None:
         """Admit, one prefill pass if there is any, one decode step launched ahead, the oldest in flight read back."""
         self._admit(scheduler)
@@ -306,9 +339,21 @@ class Engine:
                 [s.sample for s in new],
             )
 
+    def _options_of(self, kind: str, given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+        """Kernel options of one kind of step: those given, checked, over the defaults for the GPU."""
+        o = self.options
+        if not o.unchecked:
+            given = check_kernel_options(given, f"{kind}_kernel_options", o.contiguous)
+            if is_flash(given):
+                check_flash(kind, self.config, dtype, self.device, o.page_size, o.compiled)
+        # Defaults are those of torch's Triton kernels.
+        defaults = {} if is_flash(given) else kernel_options(kind, self.device, o.page_size)
+        return with_block_sizes(defaults | given, self.device, o.page_size, kind == "prefill")
+
     def _choose_attention(self) -> str:
         o = self.options
-        plain = not self._on_gpu or not o.compiled or bool(o.decode_kernel_options)  # what only flex_attention heeds
+        only_flex = bool(o.decode_kernel_options) or o.compile_mode != "default"  # what flex_attention alone heeds
+        plain = not self._on_gpu or not o.compiled or only_flex
         if o.attention == "flex" or (o.attention is None and plain):
             return "flex"
         problem: str | None = "it belongs to the fused kernels, and fused is off"

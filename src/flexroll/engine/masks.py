@@ -2,7 +2,7 @@
 
 A mask function sees physical positions; `KVCache.block_of` turns them into logical ones, so where a page lies never
 changes the result. The block lists say which pages belong to a query at all. Eager flex_attention ignores them, so
-there the mask function looks that up too.
+there the mask function looks that up too. BoundsMask looks nothing up; it needs pages that follow each other.
 """
 
 from __future__ import annotations
@@ -114,3 +114,28 @@ class PrefillMask(RowMask):
         for kind, (count, listed) in enumerate((self.partial, self.full)):
             count.view(-1).copy_(counts_there[kind])
             listed[0, 0, : len(entries), :width].copy_(lists_there[kind])
+
+
+class BoundsMask(PrefillMask):
+    """PrefillMask by two physical positions a query, the first and the last it sees; nothing is looked up by key.
+
+    Right only where a sequence's pages are one ascending run (ContiguousPageTable): then it is exact by itself, with or
+    without the lists. A kernel that reads whole vectors of keys at once, as flash-attention's does, is spared a lookup
+    a key.
+
+    first, last: int32 [rows] on the device; tensors of their own, for that kernel takes no views.
+    """
+
+    def __init__(
+        self, cache: KVCache, slots: torch.Tensor, positions: torch.Tensor, lists_hold: bool, q_block: int
+    ) -> None:
+        self.first, self.last = (torch.zeros(len(slots), dtype=torch.int32, device=cache.device) for _ in range(2))
+        super().__init__(cache, slots, positions, lists_hold, q_block)
+
+    def visible(self, row: Any, kv: Any) -> Any:
+        return (kv >= self.first[row]) & (kv <= self.last[row])
+
+    def fill(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        super().fill(spans)
+        self.first.copy_(self.cache.table[self.slots, 0] * self.cache.pages.page_size)
+        self.last.copy_(self.first + self.positions)  # position -1, a row that is not used: nothing

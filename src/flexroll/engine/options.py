@@ -9,6 +9,8 @@ from typing import Any
 from flexroll.errors import FlexrollError
 
 ATTENTION = ("flex", "triton")
+COMPILE_MODES = ("default", "max-autotune", "max-autotune-no-cudagraphs")
+PREFILL_MASKS = ("logical", "bounds")
 
 
 @dataclass
@@ -24,18 +26,38 @@ class Options:
     attention: str | None = None
     cuda_graphs: bool = True
     compiled: bool = True
+    compile_mode: str = "default"
+    compile_forward: bool = False
     fused: bool | None = None
     decode_kernel_options: dict[str, Any] = field(default_factory=dict)
     prefill_kernel_options: dict[str, Any] = field(default_factory=dict)
     contiguous: bool = False
+    prefill_mask: str = "logical"
+    unchecked: bool = False
 
     def __post_init__(self) -> None:
         if self.max_batch < 1 or self.max_model_len < 2:
             raise FlexrollError("max_batch must be at least 1 and max_model_len at least 2")
-        if self.attention not in (None, *ATTENTION):
-            raise FlexrollError(f"unknown attention '{self.attention}'; choose {' or '.join(ATTENTION)}")
+        for name, value, choices in (
+            ("attention", self.attention, (None, *ATTENTION)),
+            ("compile_mode", self.compile_mode, COMPILE_MODES),
+            ("prefill_mask", self.prefill_mask, PREFILL_MASKS),
+        ):
+            if value not in choices:
+                raise FlexrollError(f"unknown {name} '{value}'; choose {' or '.join(c for c in choices if c)}")
         if self.attention == "triton" and self.decode_kernel_options:
             raise FlexrollError("decode_kernel_options are flex_attention's; attention 'triton' takes none")
+        if self.attention == "triton" and self.compile_mode != "default":
+            raise FlexrollError("compile_mode is flex_attention's; attention 'triton' takes none")
+        if not self.compiled and (self.compile_forward or self.compile_mode != "default"):
+            raise FlexrollError("compile_mode and compile_forward need compiled=True")
+        if self.compile_forward:
+            if self.fused or self.attention == "triton":
+                given = "fused=True" if self.fused else "attention 'triton'"
+                raise FlexrollError(f"compile_forward is for flex_attention and torch's operations; leave {given} out")
+            self.attention, self.fused = "flex", False
+        if self.prefill_mask == "bounds" and not self.contiguous:
+            raise FlexrollError("prefill_mask 'bounds' needs pages that lie one after another; give contiguous=True")
         if self.contiguous and self.kv_tokens is not None:
             raise FlexrollError("contiguous pages fix the pool's size; leave kv_tokens out")
 

@@ -12,7 +12,6 @@ import torch
 from flexroll.engine.attention import FlexAttention
 from flexroll.engine.decoder import Decoder, Tokens
 from flexroll.engine.kv_cache import KVCache, upload
-from flexroll.engine.masks import PrefillMask
 from flexroll.engine.scheduler import Sequence as Running
 
 Chunk = tuple[Running, int, int]
@@ -166,7 +165,7 @@ class _FlexPass(_Pass):
         self._row_of = torch.zeros(length, dtype=torch.int64, device=cache.device)
         self._rows = torch.zeros(2, length, dtype=torch.int64, device=cache.device)
         self._q = self._queries(length + 1)  # a row more, where tokens that only pad a graph put their queries
-        self._mask = PrefillMask(cache, self._rows[0], self._rows[1], flex.compiled, flex.q_block)
+        self._mask = flex.prefill_mask(self._rows[0], self._rows[1])
 
     def stage_attention(self, spans: Sequence[tuple[int, int, int]]) -> None:
         row_of = np.full(self.length, self.length, dtype=np.int64)

@@ -9,6 +9,8 @@ min_version("9.27")
 
 include: "workflow/rules/common.smk"
 include: "workflow/rules/inputs.smk"
+include: "workflow/rules/quantise.smk"
+include: "workflow/rules/autotune.smk"
 include: "workflow/rules/report.smk"
 
 
@@ -18,6 +20,7 @@ if not PUBLISHED:
     include: "workflow/rules/bench.smk"
     include: "workflow/rules/drift.smk"
     include: "workflow/rules/perplexity.smk"
+    include: "workflow/rules/quality.smk"
 
 
 rule all:
@@ -28,6 +31,7 @@ rule all:
         # Named here so that a lost or cleared one (`flexroll retry`) is measured again though the document exists.
         MANIFESTS,
         DRIFT,
+        QUALITY,
 
 
 # Not earlier: what needs no container (a dry run, a lint) needs no image either.

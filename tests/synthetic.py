@@ -14,6 +14,7 @@ from flexroll.bench import telemetry
 from flexroll.schema.cells import Cell, expand, jobs, remark
 from flexroll.schema.config import Config
 from flexroll.schema.load import parse_config
+from flexroll.schema.quality import QualityRecord, Target, targets
 from flexroll.schema.records import (
     Coherence,
     Environment,
@@ -220,6 +221,42 @@ def grid(configurations: int, sessions: int, **changes: Any) -> Config:
 
 def skipped(cell: Cell, reason: str = "needs a GPU") -> Record:
     return Record(cell=cell, status="skipped", reason=reason)
+
+
+def quality(target: Target, config: Config, **changes: Any) -> QualityRecord:
+    """A quality record as `flexroll quality` writes it: a divergence at a near-tie, and a KL a little off 1e-4."""
+    asked = config.quality
+    assert asked is not None
+    model, whole = asked.model or config.model, target.backend in ("flex", "transformers_generate")
+    values: dict[str, Any] = {
+        "model": model.name,
+        "dtype": model.dtype,
+        "status": "ok",
+        "device": "cpu",
+        "prompts": asked.count,
+        "tokens": asked.count * asked.new_tokens,
+        "unscored": "" if target.backend != "transformers_cb" else "cannot be scored: it tells no probabilities",
+        "kl": 1e-4 * (1 if target.option == asked.baseline else 1.05) if whole else None,
+        "logprob_rms": 0.01 if target.backend != "transformers_cb" else None,
+        "top1_agreement": 0.99 if target.backend != "transformers_cb" else None,
+        "diverged": 1,
+        "divergences": [{"prompt": 0, "place": 3, "expected": 7, "got": 8, "gap": 0.01}],
+        "near_tie": asked.near_tie,
+        "near_ties": 1,
+        "coherent": True,
+        "environment": environment(target.stack),
+        "key": "f" * 64,
+    }
+    identity = {name: getattr(target, name) for name in ("stack", "backend", "adapter", "option", "option_values")}
+    return QualityRecord.model_validate(identity | values | changes)
+
+
+def write_quality(results: Path, config: Config, make: Callable[[Target], QualityRecord | None]) -> None:
+    """Write `make(target)` for every configuration that the config scores; None writes nothing."""
+    for target in targets(config):
+        made = make(target)
+        if made is not None:
+            write_json(results / target.file, made.model_dump_json())
 
 
 def drift(stack: str, cycles: int = 3, **changes: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import synthetic
 from flexroll import cli
 from flexroll.analysis.run import analyse
 from flexroll.bench.job import write_manifest
+from flexroll.bench.retry import retry
 from flexroll.check import runner
 from flexroll.check.registry import CELLS, CHECKS, GROUPS, check, error
 from flexroll.check.submission import Held, load
@@ -42,6 +43,7 @@ CONFIG: dict[str, Any] = {
     "prompts": {"source": "random", "count": 16},
     "repeats": {"sessions": 3, "rounds": 8},
     "drift": {"cycles": 3, "stacks": ["torch2.11"]},
+    "quality": {"count": 4, "new_tokens": 8},
     "experiments": {
         "sweep": SMALL | {"title": "Sweep", "batches": [4, 8], "backends": [{"backend": "flex"}, {"backend": "vllm"}]},
         "lora": SMALL
@@ -106,6 +108,9 @@ def build(
         write_manifest(folder, job, {c.file: read_record(folder / c.file).key for c in job.cells}, folder / "job.json")
     for stack in config.drift.stacks:
         synthetic.write_drift(results, stack)
+    measured_on = synthetic.environment(gpu=truth.gpu)
+    device = {"device": measured_on.device, "environment": measured_on}
+    synthetic.write_quality(results, config, lambda target: synthetic.quality(target, config, **device))
     analyse(config, results, ROOT / "report" / "claims.yaml", stacks)
     return config
 
@@ -230,6 +235,7 @@ def swap(results: Path) -> None:
 
 
 MANIFEST = Path("raw", FIRST).parent / "job.json"
+SCORED = "quality/torch2.11-flex-none-default.json"
 # Faults in a run's folder afterwards, and all checks that must find them.
 IN_FILES: list[tuple[set[str], Callable[[Path], Any]]] = [
     ({"record-schema", "job-manifest", "analysis-current"}, lambda r: cut(r / "raw" / FIRST)),
@@ -252,6 +258,16 @@ IN_FILES: list[tuple[set[str], Callable[[Path], Any]]] = [
     ({"job-manifest"}, lambda r: edited(r / MANIFEST, lambda data: data.update(job="another"))),
     ({"nothing-unlisted"}, lambda r: shutil.copy(r / "raw" / FIRST, r / "raw" / FIRST.replace("b8", "b16"))),
     ({"nothing-unlisted"}, lambda r: (r / "raw" / "notes.txt").write_text("best of three")),
+    ({"nothing-unlisted"}, lambda r: shutil.copy(r / SCORED, r / "quality/another.json")),
+    ({"quality-schema", "quality-analysed"}, lambda r: cut(r / SCORED)),
+    ({"quality-recorded", "quality-analysed"}, lambda r: (r / SCORED).unlink()),
+    ({"quality-recorded", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(option="page32"))),
+    ({"quality-recorded", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(status="failed"))),
+    ({"quality-as-configured"}, lambda r: edited(r / SCORED, lambda d: d["option_values"].update(page_size=32))),
+    ({"quality-as-configured"}, lambda r: edited(r / SCORED, lambda d: d.update(model="another"))),
+    ({"quality-as-configured", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(prompts=3))),
+    ({"quality-same-code"}, lambda r: edited(r / SCORED, lambda d: d["environment"].update(source_sha256="9" * 64))),
+    ({"quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(kl=1.5e-4))),
     ({"drift-recorded"}, lambda r: (r / "drift" / "torch2.11.json").unlink()),
     (
         {"analysis-current"},
@@ -327,10 +343,12 @@ def test_an_analysis_cut_in_half_is_a_finding_where_the_config_is_given(run: Pat
     assert judged(run, config).findings == []
     cut(run / "analysis.json")
     report = judged(run, config)
-    assert found(report, "error") == {"analysis-schema"} and found(report, "not applicable") == {"analysis-current"}
+    assert found(report, "error") == {"analysis-schema"}
+    assert found(report, "not applicable") == {"analysis-current", "quality-analysed"}
     (run / "analysis.json").unlink()
     report = judged(run, config)
-    assert report.passed and found(report, "not applicable") == {"analysis-schema", "analysis-current"}
+    lacking = {"analysis-schema", "analysis-current", "quality-analysed"}
+    assert report.passed and found(report, "not applicable") == lacking
 
 
 def test_another_config_overrides_that_of_the_analysis(run: Path, tmp_path: Path) -> None:
@@ -345,6 +363,15 @@ def test_another_config_overrides_that_of_the_analysis(run: Path, tmp_path: Path
 def test_a_cell_without_a_reason(tmp_path: Path) -> None:
     build(tmp_path, lambda cell, record: record if record.status == "ok" else record.model_copy(update={"reason": " "}))
     assert found(judged(tmp_path), "error") == {"reason-given"}
+
+
+def test_retry_clears_bad_quality_records(run: Path) -> None:
+    other = run / "quality/torch2.11-vllm-none-default.json"
+    edited(run / SCORED, lambda data: data.update(status="failed", reason="timeout"))
+    cut(other)
+    cleared = retry(run)
+    assert len(cleared) == 2 and cleared[0] == f"{SCORED}: failed (timeout)" and "unreadable" in cleared[1]
+    assert not (run / SCORED).exists() and not other.exists() and retry(run) == []
 
 
 def test_a_stack_left_out(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_config_takes_the_options_it_names_from_the_file_beside_it(tmp_path: P
     assert expand(again) == expand(config)
     (tmp_path / "more.yaml").write_text("a: {flx: {}}\nb: {}\n")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(data | {"options": {}}))
-    with pytest.raises(FlexrollError, match="unknown key 'options.a.flx'"):
+    with pytest.raises(FlexrollError, match=r"unknown key 'options\.a\.flx'"):
         load_config(tmp_path / "config.yaml")
     for content in (None, "[1]", "a: ["):
         (tmp_path / "more.yaml").unlink(missing_ok=True)

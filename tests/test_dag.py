@@ -28,6 +28,7 @@ from flexroll import provenance
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Cell, expand, jobs, measuring_order
 from flexroll.schema.load import load_config
+from flexroll.schema.quality import targets
 from flexroll.schema.records import Record
 from tree_copy import copy_tree
 
@@ -92,6 +93,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
     """A copy in which the demo is over: every output exists, with Snakemake's own record of it."""
     tree = tmp_path_factory.mktemp("finished") / "tree"
     shutil.copytree(fresh, tree)
+    return finish(tree)
+
+
+def finish(tree: Path) -> Path:
+    """Make every output of the demo, with Snakemake's own record of it."""
     _, listing = snakemake(tree, "-n", *NATIVE, "--config", "preset=demo")
     for line in re.findall(r"^    output: (.+)$", listing, re.M):
         for name in line.split(", "):
@@ -383,6 +389,82 @@ def test_the_dag_does_not_depend_on_hash_order(fresh: Path, finished: Path) -> N
     assert len(first) > len(demo_jobs(fresh))
     assert listing("1") == first == listing("4242")
     assert "Nothing to be done" in dry_run(finished, "4242")
+
+
+@pytest.fixture(scope="module")
+def all_scored(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
+    """The finished demo with scoring, on prompts of its own."""
+    tree = Path(shutil.copytree(fresh, tmp_path_factory.mktemp("scored") / "tree"))
+    prompts = "prompts: {source: file, path: models/tiny-gsm/gsm_test.json, field: q, max_tokens: 200}"
+    edit(tree / "workflow/presets/demo.yaml", f"\nquality: {{count: 4, new_tokens: 8, limit: 1.1, {prompts}}}\n")
+    return finish(tree)
+
+
+@pytest.fixture
+def scored(tmp_path: Path, all_scored: Path) -> Path:
+    return Path(shutil.copytree(all_scored, tmp_path / "tree"))
+
+
+def scored_names(tree: Path) -> set[str]:
+    return {target.name for target in targets(load_config(tree / "workflow/presets/demo.yaml"))}
+
+
+def test_every_engine_configuration_is_scored_on_inputs_of_its_own(fresh: Path, all_scored: Path) -> None:
+    tree = all_scored
+    cells = expand(load_config(tree / "workflow/presets/demo.yaml"))
+    assert scored_names(tree) == {f"{c.stack}-{c.backend}-{c.adapter}-{c.option}" for c in cells}
+    there = {
+        path.relative_to(tree / "work/demo/quality").as_posix() for path in (tree / "work/demo").rglob("quality/*")
+    }
+    assert there == {
+        *("config.yaml", "model.json", "prompts.json", "adapter", "merged"),
+        *("reference-none.safetensors", "reference-adapter.safetensors"),
+    }
+    assert not {"quality", "quality_reference", "quality_config"} & set(planned(fresh))
+
+
+def test_an_engine_scores_anew_what_it_measures_anew(scored: Path) -> None:
+    edit(scored / "src/flexroll/backends/flex.py", "\nCHANGED = 1\n")
+    plan = planned(scored)
+    assert plan["quality"] == {name for name in scored_names(scored) if "-flex-" in name}
+    assert not {"quality_reference", "quality_model", "quality_prompts"} & set(plan)
+
+
+def test_the_scoring_code_reruns_no_benchmark(scored: Path) -> None:
+    edit(scored / "src/flexroll/bench/quality_worker.py", "\nCHANGED = 1\n")
+    plan = planned(scored)
+    assert plan["quality"] == scored_names(scored) and set(plan) == {"quality", "analyse", "report"}
+
+
+def test_what_stands_beside_the_scoring_reruns_none_of_it(scored: Path) -> None:
+    """Limits and names of the judgement, words, and the code that only starts a process or reads its record."""
+    change_demo(scored, "limit: 1.1", "limit: 1.2, near_tie: 0.1, baseline: eager")
+    change_demo(scored, "title: Batch sweep, greedy", "title: Another title")
+    edit(scored / "src/flexroll/bench/quality.py", "\nCHANGED = 1\n")
+    edit(scored / "src/flexroll/analysis/quality.py", "\nCHANGED = 1\n")
+    assert set(planned(scored)) == {"analyse", "report"}
+
+
+def test_a_lock_or_an_options_value_scores_what_has_it(scored: Path) -> None:
+    change_demo(scored, "attention: paged|eager", "attention: paged|sdpa")
+    edit(scored / "containers/torch2.9.1/cpu.lock", "# a change\n")
+    wanted = {name for name in scored_names(scored) if name.startswith("torch2.9.1-") or "cb_eager" in name}
+    assert planned(scored)["quality"] == wanted
+
+
+def test_other_work_scores_everything_anew(scored: Path) -> None:
+    change_demo(scored, "quality: {count: 4", "quality: {count: 5")
+    plan = planned(scored)
+    assert plan["quality"] == scored_names(scored) and plan["quality_reference"] == {"none", "adapter"}
+    assert "quality_prompts" in plan and "bench" not in plan
+
+
+def test_published_scores_stay(scored: Path) -> None:
+    (scored / "results/demo/PUBLISHED").touch()
+    shutil.rmtree(scored / "work")
+    shutil.rmtree(scored / ".snakemake")
+    edit(scored / "src/flexroll/backends/flex.py", "\nCHANGED = 1\n")
+    assert set(planned(scored)) <= {"analyse", "report"}
 
 
 # The rules that make the document, for real, on the synthetic run: a published one, of which nothing else is made.

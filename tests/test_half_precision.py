@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from engine_models import gsm_prompts
 from flexroll.engine import Engine, SamplingParams
-from flexroll.engine import decode as decode_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NEW = 24
@@ -41,46 +40,23 @@ def transformers_log_probs(folder, dtype, texts):
     return torch.cat(rows)
 
 
-def engine_log_probs(folder, texts, monkeypatch, **options):
-    """The same from the engine in bf16, each token given (teacher forcing) instead of sampled."""
-    prompts, generated = texts
-    longest = max(len(p) + len(g) for p, g in zip(prompts, generated, strict=True)) + 1
-    given = torch.zeros(len(prompts), longest, dtype=torch.int64, device=DEVICE)
-    for row, prompt, tokens in zip(given, prompts, generated, strict=True):
-        row[: len(prompt) + len(tokens)] = torch.tensor(prompt + tokens)
-    seen = {}
-
-    def force(logits, columns, positions):
-        for row, request, position in zip(logits, columns.request.tolist(), positions.tolist(), strict=True):
-            seen.setdefault((request, position), row.float().log_softmax(-1))
-        return given[columns.request, positions.clamp(max=longest - 1)], torch.zeros(len(logits), 2, device=DEVICE)
-
+def engine_log_probs(folder, texts, **options):
+    """The same from the engine's decode steps in bf16."""
     engine = Engine.from_pretrained(
-        folder,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        max_batch=len(prompts),
-        max_model_len=320,
-        cuda_graphs=False,
-        **options,
+        folder, dtype=torch.bfloat16, device=DEVICE, max_batch=len(texts[0]), max_model_len=320, **options
     )
-    with monkeypatch.context() as patched:
-        patched.setattr(decode_module, "sample", force)
-        seen.clear()
-        engine.generate(prompts, GREEDY)
-    places = [(i, len(p) + k) for i, (p, g) in enumerate(zip(prompts, generated, strict=True)) for k in range(len(g))]
-    return torch.stack([seen[place] for place in places])
+    return torch.cat(engine.score(*texts)).to(DEVICE)
 
 
 @pytest.mark.parametrize("attention", ["flex", "triton"] if DEVICE == "cuda" else ["flex"])
-def test_rounding_costs_no_more_than_transformers_own(tiny_gsm, texts, monkeypatch, attention):
+def test_rounding_costs_no_more_than_transformers_own(tiny_gsm, texts, attention):
     exact = transformers_log_probs(tiny_gsm, torch.float32, texts)
 
     def divergence(log_probs):
         return float((exact.exp() * (exact - log_probs)).sum(-1).mean())
 
     theirs = divergence(transformers_log_probs(tiny_gsm, torch.bfloat16, texts))
-    ours = divergence(engine_log_probs(tiny_gsm, texts, monkeypatch, attention=attention))
+    ours = divergence(engine_log_probs(tiny_gsm, texts, attention=attention))
     print(f"KL to fp32, {attention}: engine {ours:.3g}, transformers {theirs:.3g}")
     assert 0 < ours <= 1.2 * theirs
 

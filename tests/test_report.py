@@ -12,11 +12,16 @@ for name in ("jinja2", "matplotlib", "pandas"):
     pytest.importorskip(name)
 
 import synthetic
-from flexroll.analysis.run import analyse
+from flexroll.analysis.model import QualityRow
+from flexroll.analysis.quality import read_qualities
+from flexroll.analysis.run import analyse, read_analysis
 from flexroll.errors import FlexrollError
 from flexroll.report import text
+from flexroll.report.page import page
 from flexroll.report.render import render
 from flexroll.schema.cells import Cell
+from flexroll.schema.config import Config
+from flexroll.schema.quality import QualityRecord, Target
 from flexroll.schema.records import Record
 
 REPORT = Path(__file__).parent.parent / "report"
@@ -308,3 +313,193 @@ def test_records_from_before_groups_and_slots_are_read(tmp_path: Path) -> None:
         path.write_text(json.dumps(data))
     rows = analyse(config, tmp_path, REPORT / "claims.yaml").cells
     assert {(row.status, row.note, row.samples) for row in rows} == {("ok", "", 1)}
+
+
+SCORED = {"count": 4, "new_tokens": 8}
+
+FOUR_BIT = {"flex": {"four_bit": "on_the_fly"}}
+
+
+def write_scores(results: Path, config: Config, changes: dict) -> None:
+    def make(target: Target) -> QualityRecord | None:
+        change = changes.get(target.name.removeprefix(f"{target.stack}-").replace("-", "_"), {})
+        return None if change is None else synthetic.quality(target, config, **change)
+
+    synthetic.write_quality(results, config, make)
+
+
+def rows(results: Path, **changes: dict) -> dict[tuple[str, str, str], QualityRow]:
+    """Rows of the first stack with some records changed, by backend, adapter and option."""
+    config = synthetic.config(quality=SCORED)
+    write_scores(results, config, changes)
+    return {(q.backend, q.adapter, q.option): q for q in read_qualities(config, results, ["torch2.11"])}
+
+
+def scored(results: Path, **changes: dict) -> tuple[str, Path]:
+    """A document with quality records; changes: of single ones, by backend-adapter-option."""
+    config = synthetic.config(quality=SCORED)
+    faster = {"page32": 2.0}
+    synthetic.write_run(
+        results, config, lambda c: synthetic.record(c, [100.0 * c.batch * faster.get(c.option, 1.0)] * 3)
+    )
+    for stack in config.drift.stacks:
+        synthetic.write_drift(results, stack)
+    write_scores(results, config, changes)
+    analyse(config, results, REPORT / "claims.yaml")
+    document = render(config, results, REPORT).read_text()
+    return document, page(results, REPORT)
+
+
+def test_correctness_stands_after_options_and_only_where_it_was_asked_for(tmp_path):
+    document, html = scored(tmp_path / "asked")
+    found = sections(document)
+    assert list(found) == [*SECTIONS[:6], "Correctness", *SECTIONS[6:]]
+    body = found["Correctness"]
+    assert "[1](quality/torch2.11-flex-none-page32.json)" in body and "1.05" in body
+    told = read_analysis(tmp_path / "asked").quality
+    counts = [sum(q.admissible is verdict for q in told) for verdict in (True, None)]
+    assert (
+        f"Of {len(told)} engine configurations {counts[0]} are admissible and of {counts[1]} it cannot be told." in body
+    )
+    for target in links(document):
+        assert (tmp_path / "asked" / target).is_file(), target
+    assert (
+        'id="correctness"' in html.read_text() and 'href="quality/torch2.11-flex-none-page32.json"' in html.read_text()
+    )
+    plain = build(tmp_path / "plain")
+    assert "Correctness" not in plain and "dmissible" not in plain
+    assert 'id="correctness"' not in page(tmp_path / "plain", REPORT).read_text()
+
+
+def test_an_option_that_is_not_admissible_gains_nothing(tmp_path):
+    document, _ = scored(tmp_path / "good")
+    best = sections(document)["Best config"]
+    assert "fastest is `page32`" in best
+    document, html = scored(tmp_path / "bad", flex_none_page32={"kl": 1.11e-4})
+    found = sections(document)
+    assert "fastest is `default`" in found["Best config"]
+    assert "Left out as not admissible: `page32`." in found["Best config"]
+    row = next(line for line in found["Options"].splitlines() if line.startswith("| `page32`"))
+    assert "**no**" in row
+    assert "Not counted, for it is not admissible: `page32` +100.0 %." in found["Options"]
+    assert (
+        "`page32` of flex" in found["Correctness"]
+        and "1.11 times the baseline's, more than 1.1" in found["Correctness"]
+    )
+    assert "Left out as not admissible" in html.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "admissible", "why"),
+    [
+        ({"kl": 1.1e-4}, True, "1.1 times the baseline's"),
+        ({"kl": 1.2e-4}, False, "1.2 times the baseline's, more than 1.1"),
+        (
+            {"divergences": [{"prompt": 2, "place": 5, "expected": 1, "got": 2, "gap": 0.21}]},
+            False,
+            "prompt 2 at token 5",
+        ),
+        ({"divergences": [{"prompt": 2, "place": 5, "expected": 1, "got": 2, "gap": 0.2}]}, True, "near-tie"),
+        ({"divergences": [], "diverged": 0}, True, "no sequence leaves"),
+        ({"kl": None, "unscored": "cannot be scored"}, None, "cannot be scored, so KL cannot be told"),
+        ({"status": "failed", "reason": "timeout"}, None, "not scored: failed: timeout"),
+        ({"status": "skipped", "reason": "needs a GPU"}, None, "not scored: skipped: needs a GPU"),
+        (None, None, "missing"),
+        ({"option": "default"}, None, "holds another configuration"),
+    ],
+)
+def test_what_makes_an_option_admissible(tmp_path, change, admissible, why):
+    found = rows(tmp_path, flex_none_page32=change)
+    row = found["flex", "none", "page32"]
+    assert row.admissible is admissible and why in row.why
+    assert found["flex", "none", "default"].admissible is True
+    assert found["transformers_cb", "none", "default"].admissible is None
+
+
+def test_rounding_in_fp32_is_no_difference(tmp_path):
+    """KL of two fp32 engines is what rounding makes of 0: its multiples say nothing."""
+    exact = {"kl": 2e-9, "divergences": [], "diverged": 0}
+    row = rows(tmp_path, flex_none_default=exact, flex_none_page32=exact | {"kl": 9e-8})["flex", "none", "page32"]
+    assert row.admissible and "rounding in fp32" in row.why
+
+
+def test_without_a_baseline_nothing_is_told(tmp_path):
+    row = rows(tmp_path, flex_none_default={"status": "failed", "reason": "out of memory"})["flex", "none", "page32"]
+    assert row.admissible is None and "`default` has no KL" in row.why
+
+
+def test_a_backend_without_the_baseline_option_is_held_against_its_default(tmp_path):
+    """`quality.baseline` is one name for all backends, and only some have such an option."""
+    config = synthetic.config(quality=SCORED | {"baseline": "page32"})
+    write_scores(tmp_path, config, {})
+    found = {(q.backend, q.adapter, q.option): q for q in read_qualities(config, tmp_path, ["torch2.11"])}
+    assert found["flex", "none", "page32"].baseline and not found["flex", "none", "default"].baseline
+    others = [q for q in found.values() if q.backend != "flex"]
+    assert others and all(q.baseline == (q.option == "default") for q in others)
+    assert found["flex", "merged", "default"].baseline and found["flex", "merged", "default"].admissible is True
+
+
+def test_nf4_weights_are_measured_and_judged_by_nobodys_rounding(tmp_path):
+    config = synthetic.config(quality=SCORED, options=synthetic.CONFIG["options"] | {"page32": FOUR_BIT})
+    write_scores(tmp_path, config, {"flex_none_page32": {"kl": 5e-3}})
+    found = {(q.backend, q.adapter, q.option): q for q in read_qualities(config, tmp_path, ["torch2.11"])}
+    row = found["flex", "none", "page32"]
+    assert row.admissible is None and row.times == pytest.approx(50) and "another model" in row.why
+
+
+def laboratory(results: Path) -> tuple[str, str]:
+    """A run with forms of an adapter, 4-bit weights and options that were tried; (document, page)."""
+    base = {"batches": [8], "new_tokens": 8, "stacks": ["torch2.11"]}
+    config = synthetic.config(
+        quality=SCORED,
+        options=synthetic.CONFIG["options"] | {"nf4": FOUR_BIT},
+        experiments={
+            "forms": base
+            | {
+                "title": "Forms",
+                "section": "lora",
+                "backends": [{"backend": "flex", "adapters": ["none", "merged", "unmerged"]}],
+            },
+            "packed": base
+            | {
+                "title": "Packed",
+                "section": "four_bit",
+                "backends": [{"backend": "flex", "adapters": ["unmerged"], "options": ["default", "nf4"]}],
+            },
+            "tried": base
+            | {
+                "title": "Tried",
+                "section": "tried",
+                "backends": [{"backend": "flex", "options": ["default", "page32"]}],
+            },
+        },
+    )
+    speed = {"none": 100.0, "merged": 98.0, "unmerged": 50.0}
+    synthetic.write_run(results, config, lambda c: synthetic.record(c, [speed[c.adapter]] * 3))
+    for stack in config.drift.stacks:
+        synthetic.write_drift(results, stack)
+    write_scores(results, config, {})
+    analyse(config, results, REPORT / "claims.yaml")
+    return render(config, results, REPORT).read_text(), page(results, REPORT).read_text()
+
+
+def test_forms_of_an_adapter_stand_beside_each_other(tmp_path):
+    document, html = laboratory(tmp_path)
+    found = sections(document)
+    merged, unmerged = (
+        next(line for line in found["LoRA forms"].splitlines() if line.startswith(f"| flex + LoRA {form}"))
+        for form in ("merged", "unmerged")
+    )
+    assert "98 %" in merged and "50 %" in unmerged and "quality/torch2.11-flex-merged-default.json" in merged
+    refresh = read_analysis(tmp_path).drift[0].refresh_ms_median
+    assert f"| {refresh:.3g} |" in merged and f"| {refresh:.3g} |" not in unmerged  # nothing else is ever refreshed
+    assert "flex + LoRA merged 98 % and flex + LoRA unmerged 50 %" in found["LoRA forms"]
+    assert "`nf4`" in found["4-bit"]
+    assert "What did not move the needle" in found["Options"] and "`page32`" in found["Options"]
+    for anchor in ("lora-forms", "4-bit", "what-did-not-move-the-needle"):
+        assert f'id="{anchor}"' in html
+
+
+def test_sections_of_the_laboratory_are_absent_where_nothing_asks_for_them(tmp_path):
+    document = build(tmp_path)
+    assert not {"LoRA forms", "4-bit"} & set(sections(document)) and "move the needle\n" not in document

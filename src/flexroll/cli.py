@@ -15,11 +15,14 @@ import typer
 
 from flexroll import __version__
 from flexroll.cli_generate import generate
+from flexroll.cli_tune import autotune, sweep
 from flexroll.errors import FlexrollError, one_line
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
 app.command()(generate)
+app.command()(autotune)
+app.command()(sweep)
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration (YAML).")]
 OutOption = Annotated[Path, typer.Option("--out", help="File to write.")]
@@ -143,6 +146,24 @@ def merge(
 
 
 @app.command()
+def quantise(config: ConfigOption, model: ModelOption, out_dir: OutDirOption) -> None:
+    """Write the checkpoint in NF4 (4 bits a weight)."""
+    from flexroll.bench.lease import device_lease
+    from flexroll.bench.quantise import quantise as run
+    from flexroll.provenance import device_class, variant
+
+    wanted, device = _config(config), device_class()
+    with device_lease(_root(), device):
+        run(
+            _checkpoint(model),
+            out_dir,
+            dtype=wanted.model.dtype,
+            skip=wanted.four_bit.skip,
+            device=variant(device),
+        )
+
+
+@app.command()
 def warmup(config: ConfigOption, job: JobOption, work: WorkOption, out: OutOption) -> None:
     """Start a job's engine once and fill the compile caches."""
     from flexroll.bench.inputs import find_job
@@ -180,6 +201,52 @@ def perplexity(config: ConfigOption, work: WorkOption, results: ResultsOption, o
     from flexroll.launch import running_stack
 
     run(_config(config), stack=running_stack() or out.stem, work=work, results=results, out=out, root=_root())
+
+
+@app.command()
+def quality_config(config: ConfigOption, out: OutOption) -> None:
+    """Write the config that the scoring's own model and prompts are made from."""
+    import json
+
+    import yaml
+
+    from flexroll.schema.records import write_json
+
+    derived = _config(config).for_quality().model_dump(mode="json")
+    write_json(out, yaml.safe_dump(json.loads(json.dumps(derived)), sort_keys=False))
+
+
+@app.command()
+def quality_reference(
+    config: ConfigOption,
+    work: WorkOption,
+    out: OutOption,
+    adapter: Annotated[bool, typer.Option("--adapter", help="With the adapter's LoRA layers.")] = False,
+) -> None:
+    """Write the fp32 model's greedy tokens and distributions, which every configuration is scored against."""
+    from flexroll.bench.quality import inputs_folder
+    from flexroll.bench.quality_reference import write_reference
+
+    wanted = _config(config)
+    write_reference(wanted, work=inputs_folder(wanted, work), adapted=adapter, out=out, root=_root())
+
+
+@app.command()
+def quality(
+    config: ConfigOption,
+    engine: Annotated[str, typer.Option("--engine", help="STACK-BACKEND-ADAPTER-OPTION.")],
+    work: WorkOption,
+    out: OutOption,
+) -> None:
+    """Score an engine configuration against fp32. One that fails is a result."""
+    from flexroll.bench.quality import find_target
+    from flexroll.bench.quality import quality as run
+    from flexroll.launch import require_stack
+
+    wanted = _config(config)
+    stack = find_target(wanted, engine).stack
+    require_stack(stack, "quality")
+    run(wanted, engine, work=work, out=out, root=_root(), stack=stack)
 
 
 @app.command()

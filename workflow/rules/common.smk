@@ -15,11 +15,14 @@ sys.path.insert(0, str(ROOT / "src"))
 from flexroll import provenance
 from flexroll.bench.inputs import SHARD, replay_file, replay_kind, wants_shard
 from flexroll.bench.prompts import longest_prompt, needed_prompts
+from flexroll.bench.quality import own_model, quality_key, scored_config
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order
 from flexroll.schema.load import load_config
+from flexroll.schema.quality import job_of, targets
+from flexroll.tune.autotune import decode_shape, tuned_cell
 
 # Shell lines find `flexroll` beside the Python that runs Snakemake, and nothing of the caller's Python leaks in.
 os.environ.update(
@@ -119,6 +122,23 @@ def job_inputs(job, after_warmup=False):
     return files
 
 
+def quality_inputs(target):
+    """What scoring one engine configuration reads: what a job of its own would, of the model that is scored."""
+    files = job_inputs(job_of(target, CONFIG))
+    if own_model(CONFIG):
+        theirs = ("model", "prompts", "adapter", "merged", "shard")
+        files |= {name: files[name].replace(f"work/{RUN}/", f"{SCORED}/", 1) for name in theirs if name in files}
+    return files | {"reference": f"work/{RUN}/quality/reference-{target.reference}.safetensors"}
+
+
+def shard_stack():
+    """The stack that writes the NF4 checkpoint: of those that read it, the first whose lock has bitsandbytes."""
+    wanting = list(dict.fromkeys(job.stack for job in JOBS.values() if wants_shard(job))) or STACKS
+    locks = {stack: ROOT / "containers" / stack / f"{provenance.variant(DEVICE)}.lock" for stack in wanting}
+    able = [stack for stack, lock in locks.items() if lock.exists() and "\nbitsandbytes==" in lock.read_text()]
+    return (able or wanting)[0]
+
+
 def job_minutes(job):
     """Most minutes the job may take: the limits that the CLI enforces."""
     return int((CONFIG.limits.start_s + len(job.cells) * CONFIG.limits.cell_s) / 60) + 1
@@ -138,6 +158,10 @@ try:
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
     RUNTIME, NO_IMAGES = use_images()
     PROMPTS = [needed_prompts(CONFIG), longest_prompt(CONFIG)]
+    SHARD_STACK = shard_stack()
+    TARGETS = {target.name: target for target in targets(CONFIG, ONLY)}
+    SCORED = f"work/{RUN}/quality" if own_model(CONFIG) else f"work/{RUN}"  # the model that is scored, and its prompts
+    QUALITY_KEYS = {name: quality_key(ROOT, target, CONFIG, DEVICE) for name, target in TARGETS.items()}
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
     CODE = {
         name: provenance.source_hash(*modules, src=ROOT / "src")
@@ -155,6 +179,12 @@ try:
         for name, modules in {
             "adapter": ["flexroll.lora.adapter"],
             "merge": ["flexroll.lora.adapter", "flexroll.lora.merge"],
+            "quality_reference": ["flexroll.bench.quality_reference"],
+            "quantise": ["flexroll.bench.quantise", "flexroll.backends.nf4"],
+            "autotune": [
+                *("flexroll.tune.autotune", "flexroll.tune.autotune_worker", "flexroll.tune.inductor_log"),
+                *("flexroll.engine.attention", "flexroll.engine.masks"),
+            ],
             "perplexity": ["flexroll.bench.perplexity"],
         }.items()
     }
@@ -170,7 +200,8 @@ MANIFESTS = [f"results/{RUN}/raw/{name}/job.json" for name in JOBS]
 DRIFT = [f"results/{RUN}/drift/{stack}.json" for stack in CONFIG.drift.stacks if stack in STACKS]
 # Random weights write noise, which no model finds likely.
 PERPLEXITY = [f"results/{RUN}/perplexity/{stack}.json" for stack in STACKS if CONFIG.model.source != "random"]
+QUALITY = [f"results/{RUN}/{target.file}" for target in TARGETS.values()]
 if PUBLISHED:
-    MANIFESTS, DRIFT, PERPLEXITY = (
-        [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY)
+    MANIFESTS, DRIFT, PERPLEXITY, QUALITY = (
+        [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY, QUALITY)
     )

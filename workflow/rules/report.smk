@@ -6,6 +6,7 @@ rule analyse:
         manifests=MANIFESTS,
         drift=DRIFT,
         perplexity=PERPLEXITY,
+        quality=QUALITY,
         claims="report/claims.yaml",
     output:
         table=f"results/{RUN}/table.csv",

@@ -240,6 +240,37 @@ class DriftRow(Base):
     torch_version: str | None = None
 
 
+class QualityRow(Base):
+    """How exact one engine configuration is (`schema.quality.QualityRecord`), and whether it is admissible.
+
+    times: its KL over the baseline's of the same backend, adapter and stack. near_ties: of `diverged`, as the config
+    counts them now. admissible: None where it cannot be told; why says in words what decided. file: relative to the
+    run's folder.
+    """
+
+    stack: str
+    backend: str
+    adapter: str
+    option: str
+    baseline: bool
+    status: Status
+    reason: str = ""
+    unscored: str = ""
+    device: str = ""
+    prompts: int = 0
+    tokens: int = 0
+    kl: float | None = None
+    times: float | None = None
+    logprob_rms: float | None = None
+    top1_agreement: float | None = None
+    diverged: int | None = None
+    near_ties: int | None = None
+    coherent: bool | None = None
+    admissible: bool | None = None
+    why: str
+    file: str
+
+
 class VerdictRow(Base):
     """A claim and what became of it. measured, low, high in `unit`'s base (a fraction for %); computed: from the
     source's own numbers. gpu: what the claim holds for. direction: how measured must lie to published, '' without a
@@ -269,7 +300,8 @@ class VerdictRow(Base):
 
 
 class Analysis(Base):
-    """config: the validated config as JSON. left_out: stacks of the matrix that this run was told to leave out.
+    """config: the validated config as JSON. quality: [] where the config asks for none. left_out: stacks of the matrix
+    that this run was told to leave out.
     unlisted: raw files that belong to no cell of the config. unscored: why a stack's samples have no perplexity."""
 
     schema_version: int = 1
@@ -281,6 +313,7 @@ class Analysis(Base):
     pairs: list[Pair] = []
     environments: list[EnvironmentRow]
     drift: list[DriftRow]
+    quality: list[QualityRow] = []
     verdicts: list[VerdictRow]
     published: list[Published]
     published_gpu: str

@@ -9,6 +9,7 @@ from flexroll.analysis.model import CellRow, Configuration, Pair, Result
 
 NAMES = tuple(Configuration.model_fields)
 BASE_OPTION = "default"
+OPTION_SECTIONS = ("options", "tried")  # of experiments that set options against each other
 Key = tuple[object, ...]
 
 
@@ -73,7 +74,7 @@ def _vllm(result: Result, results: Sequence[Result]) -> list[Result]:
 
 
 def _base_option(result: Result, results: Sequence[Result]) -> Result | None:
-    if result.section != "options":
+    if result.section not in OPTION_SECTIONS:
         return None
     found = [other for other in results if other.status == "ok" and _same(result, other, "option")]
     base = next((other for other in found if other.option == BASE_OPTION), found[0])

@@ -13,6 +13,7 @@ from flexroll.analysis import collect
 from flexroll.analysis.drift import read_drift
 from flexroll.analysis.model import Analysis
 from flexroll.analysis.pairs import make_pairs, sessions_by_key
+from flexroll.analysis.quality import read_qualities
 from flexroll.errors import FlexrollError
 from flexroll.schema.claims import load_claims
 from flexroll.schema.config import Config
@@ -51,6 +52,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         pairs=make_pairs(results, rows),
         environments=collect.environments_by_stack(environments, chosen),
         drift=drift,
+        quality=read_qualities(config, results_dir, chosen),
         verdicts=verdicts.judge_all(claims, run),
         published=claims.published,
         published_gpu=claims.gpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +39,25 @@ class EngineSpec:
     option: dict[str, Any] = field(default_factory=dict)
 
 
+def four_bit_missing() -> str | None:
+    """One line saying why there are no 4-bit weights in this environment, or None."""
+    if find_spec("bitsandbytes") is not None:
+        return None
+    return "4-bit weights need bitsandbytes, which is not installed here; the stack's lock has none"
+
+
+def unavailable(backend: type[Backend], spec: EngineSpec) -> str | None:
+    """One line saying why the backend cannot run the spec here, or None: the backend's own reason, or the option's."""
+    return backend.unavailable(spec) or (four_bit_missing() if spec.option.get("four_bit") is not None else None)
+
+
 @dataclass
 class Generation:
     """Result of one call: generated ids without the prompt, all samples of a prompt together, in prompt order.
 
     What follows where the backend can tell. decode_tokens: of its decode steps, where that is not all but the first
-    ones; steps: how many those were; first_token_s: seconds until the first token of any sequence was there.
+    ones; steps: how many those were; first_token_s: seconds until the first token of any sequence was there. notes:
+    counts and seconds of the backend's own, which a round sums up by name.
     """
 
     tokens: list[list[int]]
@@ -52,6 +66,26 @@ class Generation:
     decode_tokens: int | None = None
     steps: int | None = None
     first_token_s: float | None = None
+    notes: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Scores:
+    """What an engine thinks of the n given tokens that follow one prompt.
+
+    logprobs: natural log of each given token's probability, of the model's own distribution. argmax: the most likely
+    token at each place. full: fp32 tensor [n, vocab] on the host, the whole distribution; None where it is not told.
+    """
+
+    logprobs: list[float]
+    argmax: list[int]
+    full: Any = None
+
+    @classmethod
+    def of(cls, full: Any, tokens: list[int]) -> Scores:
+        """From log probabilities fp32 [n, vocab] on the host."""
+        given = full[range(len(tokens)), tokens]
+        return cls(given.tolist(), full.argmax(-1).tolist(), full)
 
 
 class Backend(ABC):
@@ -93,6 +127,14 @@ class Backend(ABC):
         Raises whatever the library raises; the runner records it as the cell's reason. A request the library drops
         silently must raise here.
         """
+
+    def score(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[Scores]:
+        """Teacher forcing: what this engine thinks of given continuations, one Scores a prompt; no temperature.
+
+        Raises:
+            NotImplementedError: it cannot tell the probability of a token it did not choose; the message says so.
+        """
+        raise NotImplementedError("this backend does not tell the probabilities of given tokens")
 
     @abstractmethod
     def memory(self) -> dict[str, int | None]:

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
-from flexroll.backends.base import Backend, EngineSpec, Generation
+from flexroll.backends.base import Backend, EngineSpec, Generation, Scores
+from flexroll.engine.attention import flash_missing, is_flash
 from flexroll.engine.engine import Engine
 from flexroll.engine.sampling import SamplingParams
 from flexroll.schema.config import Sampling
+from flexroll.tune.replay import replay_options, replay_problem
+
+KERNEL_OPTIONS = ("decode_kernel_options", "prefill_kernel_options", "replay")
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -19,12 +23,21 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "page_size": option.get("page_size"),
         "attention": option.get("attention"),
         "compiled": option.get("compile"),
+        "compile_mode": option.get("compile_mode"),
+        "compile_forward": option.get("compile_forward"),
+        "fused": option.get("fused"),
+        "contiguous": option.get("contiguous"),
+        "prefill_mask": option.get("prefill_mask"),
+        "unchecked": option.get("unchecked"),
         "cuda_graphs": option.get("cuda_graphs"),
+        "buckets": option.get("buckets"),
         "max_prefill_tokens": option.get("max_prefill_tokens"),
-        "decode_kernel_options": option.get("decode_kernel_options"),
+        "decode_kernel_options": _decode_kernel_options(spec),
         "prefill_kernel_options": option.get("prefill_kernel_options"),
         "kv_tokens": option.get("kv_tokens"),
         "dummy": spec.dummy or None,
+        "four_bit": option.get("four_bit"),
+        "shard": spec.shard,
     }
     return {
         "adapter": spec.adapter if spec.adapter_mode != "none" else None,
@@ -37,8 +50,33 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     }
 
 
+def _decode_kernel_options(spec: EngineSpec) -> dict[str, Any] | None:
+    """Those of the option, over the autotuned ones where it replays them."""
+    given = spec.option.get("decode_kernel_options")
+    return replay_options(spec.replay) | (given or {}) if spec.option.get("replay") else given
+
+
 class FlexBackend(Backend):
     """One engine a process; its slots and KV pool are resized to each cell's running sequences."""
+
+    @classmethod
+    def unavailable(cls, spec: EngineSpec) -> str | None:
+        """What would change nothing here, or could not run: a measurement of it would be one of something else."""
+        option = spec.option
+        if spec.device == "cpu":
+            named = [name for name in KERNEL_OPTIONS if option.get(name)]
+            if named:
+                # torch/_inductor/kernel/flex/flex_cpu.py reads none of those that FlexKernelOptions declares
+                return f"{' and '.join(named)}: kernel options are those of GPU kernels; torch's CPU kernel reads none"
+            if option.get("fused"):
+                return "fused: the fused kernels are Triton's and need a GPU"
+            if option.get("attention") == "triton":
+                return "attention triton: the paged kernels need a GPU"
+        if option.get("replay") and (problem := replay_problem(spec.replay)):
+            return problem
+        if is_flash(option.get("prefill_kernel_options") or {}) and not option.get("unchecked"):
+            return flash_missing()
+        return None
 
     def __init__(self, spec: EngineSpec) -> None:
         self.kv_tokens: int | None = spec.option.get("kv_tokens")
@@ -82,6 +120,13 @@ class FlexBackend(Backend):
             stats.steps,
             stats.first_token_s,
         )
+
+    def score(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[Scores]:
+        """By decode steps; see Engine.score."""
+        return [
+            Scores.of(full, tokens)
+            for full, tokens in zip(self.engine.score(prompts, continuations), continuations, strict=True)
+        ]
 
     def memory(self) -> dict[str, int | None]:
         """Weights in use: the inference copy and, where an adapter is merged, the pristine matrices beside it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from flexroll.backends import transformers_common as common
-from flexroll.backends.base import Backend, EngineSpec, Generation
+from flexroll.backends.base import Backend, EngineSpec, Generation, Scores
 from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 
@@ -74,6 +74,18 @@ class TransformersGenerate(Backend):
             )
         self._cached_tokens = max(self._cached_tokens, out.shape[0] * out.shape[1])
         return common.finish(out[:, ids.shape[1] :].tolist(), self.eos, new_tokens, ignore_eos)
+
+    def score(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[Scores]:
+        """By one forward pass a prompt, without padding."""
+        import torch
+
+        found = []
+        with torch.inference_mode():
+            for prompt, tokens in zip(prompts, continuations, strict=True):
+                ids = torch.tensor([prompt + tokens], device=self.spec.device)
+                logits = self.model(input_ids=ids, use_cache=False, logits_to_keep=len(tokens) + 1).logits[0, :-1]
+                found.append(Scores.of(logits.float().log_softmax(-1).cpu(), tokens))
+        return found
 
     def memory(self) -> dict[str, int | None]:
         """kv_reserved: the padded cache of the largest call so far; it grows with the sequence, nothing is reserved."""

@@ -13,8 +13,8 @@ from typing import Any
 
 from flexroll.backends import children
 from flexroll.backends import transformers_common as common
-from flexroll.backends.base import Backend, EngineSpec, Generation
-from flexroll.errors import FlexrollError
+from flexroll.backends.base import Backend, EngineSpec, Generation, Scores
+from flexroll.errors import FlexrollError, one_line
 from flexroll.schema import architecture
 from flexroll.schema.config import Sampling
 from flexroll.schema.options import FlexOptions
@@ -209,6 +209,30 @@ class Vllm(Backend):
         )
         return Generation(rows_in_order(outputs, prompts, self.eos, new_tokens, ignore_eos, samples))
 
+    def score(self, prompts: list[list[int]], continuations: list[list[int]]) -> list[Scores]:
+        """By prompt_logprobs: of each given token, and which token is the most likely; no whole distribution.
+
+        They come from prefill steps. Each prompt with its continuation must leave room for one token more.
+        """
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        try:
+            outputs = self.llm.generate(
+                [TokensPrompt(prompt_token_ids=p + c) for p, c in zip(prompts, continuations, strict=True)],
+                SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=1, detokenize=False),
+                lora_request=self.request,
+                use_tqdm=False,
+            )
+        except Exception as error:
+            if self.request is None:
+                raise
+            # vLLM 0.26 on a CPU: its LoRA layer of the head takes one row a request, and gets one a prompt token.
+            raise NotImplementedError(
+                f"vLLM fails at prompt_logprobs with a LoRARequest ({one_line(error)})"
+            ) from error
+        return [given_scores(o.prompt_logprobs[-len(c) :], c) for o, c in zip(outputs, continuations, strict=True)]
+
     def forget(self) -> None:
         """Empty the prefix cache: a rollout after a training step may not use what older weights computed."""
         if self.spec.option.get("enable_prefix_caching"):
@@ -268,6 +292,13 @@ def rows_in_order(
             raise RuntimeError(f"vLLM returned {len(output.outputs)} of {samples} samples of a prompt")
     rows = [list(sample.token_ids) for o in outputs for sample in sorted(o.outputs, key=lambda s: s.index)]
     return common.finish(rows, eos, common.repeated(new_tokens, samples), ignore_eos)
+
+
+def given_scores(places: list[dict[int, Any]], tokens: list[int]) -> Scores:
+    """Scores from vLLM's {token: Logprob} of each place, which holds the given token and the most likely one; of two
+    that are equally likely, the lower id, as everywhere."""
+    best = [max(place, key=lambda token: (place[token].logprob, -token)) for place in places]
+    return Scores([place[token].logprob for place, token in zip(places, tokens, strict=True)], best)
 
 
 def _applies(requirement: str) -> bool:

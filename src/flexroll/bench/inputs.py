@@ -48,8 +48,12 @@ def find_job(config: Config, name: str) -> Job:
     return found[name]
 
 
-def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
-    """Raises FlexrollError where an input is missing, with the command that makes it."""
+def read_inputs(work: Path, job: Job, root: Path, tuned: Path | None = None) -> Inputs:
+    """What the job reads from work/<run>; tuned: another folder that holds autotuned kernel options.
+
+    Raises:
+        FlexrollError: an input is missing; the message names the command that makes it.
+    """
     model = read_input(work / "model.json", "model", ("path", "files"))
     folder = root / model["path"]
     prompts = read_prompts(work / "prompts.json")
@@ -71,7 +75,7 @@ def read_inputs(work: Path, job: Job, root: Path) -> Inputs:
         shard = work / SHARD
         hashes["shard"] = fingerprint(read_input(shard / MERGED_FILES, "quantise", ("config.json",)))
     if (kind := replay_kind(job)) is not None:
-        replay = work / replay_file(job.stack, kind)
+        replay = (tuned or work) / replay_file(job.stack, kind)
         hashes["replay"] = hash_json(read_input(replay, "autotune", ("options",))["options"])
     return Inputs(folder, work / "prompts.json", prompts["sha256"], adapter, merged, hashes, shard, replay)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from flexroll.errors import FlexrollError
-from flexroll.schema.records import MANIFEST, read_record
+from flexroll.schema.quality import FOLDER as QUALITY
+from flexroll.schema.quality import QualityRecord, read_quality
+from flexroll.schema.records import MANIFEST, Record, read_record
 
 
 def retry(results: Path) -> list[str]:
-    """Delete the bad records of results/<run> and their jobs' manifests; a rerun keeps the good records.
+    """Delete the bad records of results/<run>, their jobs' manifests and bad quality records; good ones are kept.
 
     Returns: one line a cleared cell, `path: why`.
     Raises:
@@ -29,6 +32,11 @@ def retry(results: Path) -> list[str]:
             cleared.append(f"{path.relative_to(raw)}: {why}")
         if bad:
             manifest.unlink(missing_ok=True)
+    for path in sorted((results / QUALITY).glob("*.json")):
+        why = _wrong(path, read_quality)
+        if why:
+            path.unlink()
+            cleared.append(f"{path.relative_to(results)}: {why}")
     return cleared
 
 
@@ -43,10 +51,10 @@ def _expected(folder: Path, manifest: Path) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-def _wrong(path: Path) -> str:
+def _wrong(path: Path, read: Callable[[Path], Record | QualityRecord] = read_record) -> str:
     """Why a record is to be measured again; empty for a good or a skipped one."""
     try:
-        record = read_record(path)
+        record = read(path)
     except FlexrollError as error:
         return (
             "missing"

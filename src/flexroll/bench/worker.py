@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from flexroll.backends.base import Backend, EngineSpec, Generation
+from flexroll.backends.base import Backend, EngineSpec, Generation, unavailable
 from flexroll.bench.coherence import judge
 from flexroll.bench.memory import MemoryWatch, device_in_use
 from flexroll.bench.task import Task, read_prompts
@@ -37,7 +37,7 @@ WARMUP_TOKENS = 16  # enough for every kernel of a decode step to have run
 
 
 def main(arguments: list[str]) -> int:
-    _die_with_parent()
+    die_with_parent()
     task = Task.model_validate_json(Path(arguments[0]).read_text())
     events = Events(int(arguments[1]))
     try:
@@ -66,7 +66,7 @@ def run(task: Task, events: Events) -> int:
     begun = time.perf_counter()
     try:
         backend_class = load_backend(task.backend)
-        reason = backend_class.unavailable(spec)
+        reason = unavailable(backend_class, spec)
         if reason is not None:
             events.send("unavailable", reason=reason)
             return 0
@@ -179,6 +179,7 @@ def _round(
         decode_tokens=_total([_decoded(result) for result in results]),
         steps=_total([result.steps for result in results]),
         first_token_s=results[0].first_token_s,
+        notes=_notes(results),
         calls=calls,
         warmup=warmup,
         tokens_sha256=hashlib.sha256(json.dumps(tokens).encode()).hexdigest(),
@@ -198,6 +199,12 @@ def _decoded(result: Generation) -> int | None:
 def _total(values: list[Any]) -> Any:
     """The sum; None unless every value is told."""
     return None if None in values else sum(values)
+
+
+def _notes(results: list[Generation]) -> dict[str, float]:
+    """Sums by name of what the backend noted."""
+    names = dict.fromkeys(name for result in results for name in result.notes)
+    return {name: sum(result.notes.get(name, 0) for result in results) for name in names}
 
 
 def check_counts(tokens: list[list[int]], new_tokens: list[int], samples: int, exact: bool) -> None:
@@ -251,7 +258,7 @@ def _path(value: str | None) -> Path | None:
     return None if value is None else Path(value)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Linux: be terminated when the supervisor is, even by kill -9."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM)

@@ -29,7 +29,7 @@ ENDED = Over(
 
 
 def _files(run: Run) -> list[str]:
-    paths = (p for folder in ("raw", "drift") for p in (run.results / folder).rglob("*") if not p.is_dir())
+    paths = (p for folder in ("raw", "drift", "quality") for p in (run.results / folder).rglob("*") if not p.is_dir())
     return sorted(p.relative_to(run.results).as_posix() for p in paths)
 
 
@@ -135,9 +135,9 @@ def _listed(run: Run, manifest: Manifest, file: str, name: str) -> Iterator[Find
                 yield error(f"{part} {getattr(record, part)}, its manifest has {getattr(entry, part)}", file)
 
 
-@check(COMPLETENESS, Over("file in raw/ and drift/", _files))
+@check(COMPLETENESS, Over("file in raw/, drift/ and quality/", _files))
 def nothing_unlisted(run: Run, file: str) -> Iterator[Finding]:
-    """raw/ and drift/ hold nothing but what the config asks for: what no table shows may be a result left out."""
+    """raw/, drift/ and quality/ hold nothing but what the config asks for: what no table shows may be left out."""
     if file not in run.owned:
         yield error("belongs to no cell, job or stack of the config")
 

@@ -13,16 +13,19 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexroll.analysis.collect import IDENTITY, collect
 from flexroll.analysis.drift import read_drift
-from flexroll.analysis.model import Analysis, CellRow, DriftRow
+from flexroll.analysis.model import Analysis, CellRow, DriftRow, QualityRow
+from flexroll.analysis.quality import read_qualities
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError, one_line
 from flexroll.schema import architecture
 from flexroll.schema.cells import Cell, Job, expand, jobs
 from flexroll.schema.config import Config
 from flexroll.schema.load import load_config, parse_config
+from flexroll.schema.quality import QualityRecord, Target, read_quality, targets
 from flexroll.schema.records import MANIFEST, Record, read_record
 
 Key = TypeVar("Key", bound=Hashable)
+Kept = TypeVar("Kept", Record, QualityRecord)
 
 
 class ManifestCell(BaseModel):
@@ -53,7 +56,8 @@ class Held:
 
 @dataclass
 class Run:
-    """results/<run>. records, manifests: by file relative to it; the reason in one line where one cannot be read.
+    """results/<run>. records, manifests, qualities: by file relative to it; the reason in one line where one cannot be
+    read.
 
     analysis: None where there is none, or where it cannot be read and analysis_error says why. stacks: those that the
     run was to measure. architecture: the model's config.json, None where it is not here or no known decoder's.
@@ -66,6 +70,7 @@ class Run:
     analysis_error: str
     records: dict[str, Record | str] = field(default_factory=dict)
     manifests: dict[str, Manifest | str] = field(default_factory=dict)
+    qualities: dict[str, QualityRecord | str] = field(default_factory=dict)
     architecture: dict[str, Any] | None = None
 
     @cached_property
@@ -82,8 +87,21 @@ class Run:
         cells = expand(self.config)
         manifests = {f"raw/{job.name}/{MANIFEST}" for job in jobs(cells)}
         return (
-            {f"raw/{cell.path}" for cell in cells} | manifests | {f"drift/{s}.json" for s in self.config.drift.stacks}
+            {f"raw/{cell.path}" for cell in cells}
+            | manifests
+            | {f"drift/{s}.json" for s in self.config.drift.stacks}
+            | {target.file for target in targets(self.config)}
         )
+
+    @cached_property
+    def targets(self) -> list[Target]:
+        """Engine configurations that the config scores."""
+        return targets(self.config, self.stacks)
+
+    @cached_property
+    def quality(self) -> list[QualityRow]:
+        """Of each of them, as `flexroll analyse` would read them now."""
+        return read_qualities(self.config, self.results, self.stacks)
 
     @cached_property
     def rows(self) -> list[CellRow]:
@@ -153,13 +171,16 @@ def load(results: Path, config: Path | None = None, root: Path | None = None) ->
         if path.name == MANIFEST:
             run.manifests[file] = _manifest(path)
         else:
-            run.records[file] = _record(path, file)
+            run.records[file] = _read(path, read_record)
+    for path in sorted(results.glob("quality/*.json")):
+        run.qualities[path.relative_to(results).as_posix()] = _read(path, read_quality)
     return run
 
 
-def _record(path: Path, file: str) -> Record | str:
+def _read(path: Path, read: Callable[[Path], Kept]) -> Kept | str:
+    """The record, or in one line why it cannot be read."""
     try:
-        return read_record(path)
+        return read(path)
     except FlexrollError as failure:
         return " ".join(str(failure).replace(f"{path}: ", "").split())
     except OSError as failure:

@@ -8,7 +8,8 @@ from typing import Any
 
 from flexroll.analysis.model import Analysis, Comparison, Pair, Result
 from flexroll.analysis.pairs import BASE_OPTION, key_of, version
-from flexroll.report import text
+from flexroll.analysis.quality import is_inadmissible
+from flexroll.report import quality, text
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import Published, same_model
 
@@ -114,23 +115,27 @@ class Best:
     sentences: list[str]
 
 
-def varied(analysis: Analysis) -> dict[tuple, list[Result]]:
-    """Settings in which more than one option of the options section was asked for, with their results."""
+def varied(analysis: Analysis, section: str = "options") -> dict[tuple, list[Result]]:
+    """Settings in which more than one option of a section was asked for, with their results."""
     grouped: dict[tuple, list[Result]] = {}
     for r in analysis.results:
-        if r.section == "options":
+        if r.section == section:
             grouped.setdefault(tuple(getattr(r, name) for name in SETTING), []).append(r)
     return {key: group for key, group in grouped.items() if len({r.option for r in group}) > 1}
 
 
 def best_configs(analysis: Analysis) -> list[Best]:
-    """The fastest option of each setting by median tok/s, broken text excluded."""
+    """The fastest option of each setting by median tok/s, broken text and what is not admissible excluded."""
     found = []
     for group in varied(analysis).values():
-        ok = [r for r in group if r.status == "ok" and judged_text(r, analysis) != "broken"]
+        ok = [r for r in group if r.status == "ok" and not _left_out(r, analysis)]
         if ok:
             found.append(_best(sorted(ok, key=lambda r: -(r.tps or 0)), group, analysis))
     return found
+
+
+def _left_out(result: Result, analysis: Analysis) -> bool:
+    return judged_text(result, analysis) == "broken" or is_inadmissible(result, analysis)
 
 
 def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
@@ -150,16 +155,19 @@ def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
     broken = [r.option for r in group if judged_text(r, analysis) == "broken"]
     if broken:
         sentences.append(f"Left out for broken text: {text.listed(f'`{name}`' for name in broken)}.")
+    wrong = [r.option for r in group if r.status == "ok" and is_inadmissible(r, analysis)]
+    if wrong:
+        sentences.append(f"Left out as not admissible: {text.listed(f'`{name}`' for name in wrong)}.")
     failed = [r.option for r in group if r.status != "ok"]
     if failed:
         sentences.append(f"Without a result: {text.listed(f'`{name}`' for name in failed)}.")
     return Best(where, json.dumps(first.option_values, indent=2), sentences)
 
 
-def options_table(analysis: Analysis, existing: set[str]) -> Table:
-    """Every option against `default` of the same setting."""
+def options_table(analysis: Analysis, existing: set[str], section: str = "options") -> Table:
+    """Every option of a section against `default` of the same setting, or the first one."""
     rows = []
-    for group in varied(analysis).values():
+    for group in varied(analysis, section).values():
         base = next((r for r in group if r.option == BASE_OPTION), None)
         for r in group:
             against = next(iter(pairs_of(r, analysis, "option")), None)
@@ -176,12 +184,13 @@ def options_table(analysis: Analysis, existing: set[str]) -> Table:
                     "tok/s, best": text.rate(r.tps_best),
                     "Gain": gain(against.comparison) if against else NONE,
                     "Verdict": against.comparison.verdict if against else NONE,
+                    "Admissible": quality.admissible(r, analysis),
                     "Text": judged_text(r, analysis),
                     f"Published {analysis.published_gpu}: tok/s": published_rate(r, analysis),
                     "Raw": text.links(r.files, existing),
                 }
             )
-    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Verdict", "Text", "Raw"})
+    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Verdict", "Admissible", "Text", "Raw"})
     return Table(rows, left).without_empty().without_constant("Backend", "Batch", "Sampling", "Stack")
 
 

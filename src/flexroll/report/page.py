@@ -40,7 +40,7 @@ BADGES = dict(zip(VERDICTS, ("reproduced", "within", "not", "contradicted", "unr
 }
 # Columns of a claim that stand below another one's value, so that a claim fits the width of a screen.
 BELOW = {"Text, section": "Claim", "On": "Measured"}
-STATUSES = ("failed", "skipped", "missing", "unreadable", "broken")
+STATUSES = ("failed", "skipped", "missing", "unreadable", "broken", "not admissible")
 
 
 @dataclass(frozen=True)

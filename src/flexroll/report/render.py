@@ -11,14 +11,15 @@ from typing import Any
 from flexroll.analysis.model import Analysis, Result, VerdictRow
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError
-from flexroll.report import drift, facts, measured, memory, samples, sentences, text
+from flexroll.report import drift, facts, lora, measured, memory, quality, samples, sentences, text
 from flexroll.report.figures import ALT, captions, draw_all
+from flexroll.report.sections import SECTIONS
 from flexroll.report.text import Table
 from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
 
 TEMPLATE = "results.md.j2"
-SWEEPS = (*text.AGAINST_VLLM, "broke")
+SWEEPS = (*text.AGAINST_VLLM, "four_bit", "broke")
 
 
 def render(config: Config, results_dir: Path, template_dir: Path) -> Path:
@@ -61,7 +62,7 @@ def _fill(template_dir: Path, values: dict[str, Any]) -> str:
 
 def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> dict[str, Any]:
     """Every value the template may use."""
-    found = (path for folder in ("raw", "drift", "sbom") for path in results_dir.glob(f"{folder}/**/*.json"))
+    found = (path for folder in ("raw", "drift", "quality", "sbom") for path in results_dir.glob(f"{folder}/**/*.json"))
     existing = {path.relative_to(results_dir).as_posix() for path in found}
     topics: dict[str, list[VerdictRow]] = {}
     for verdict in analysis.verdicts:
@@ -83,7 +84,9 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "samplings": facts.sampling_lines(analysis.config),
         "prompt_hashes": sorted({c.prompts_sha256 for c in analysis.cells if c.prompts_sha256}),
         "best": measured.best_configs(analysis),
-        "sweeps": {name: _tables(name, analysis, existing) for name in SWEEPS},
+        "sweeps": {name: _tables(name, analysis, existing) for name in SWEEPS}
+        | {lora.SECTION: _lora(analysis, existing)},
+        "more": SECTIONS,
         "memory": [
             (name, analysis.config["experiments"][name]["title"], memory.table(own, existing), sentences.of_memory(own))
             for name in memory.experiments(analysis)
@@ -91,7 +94,14 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         ],
         "remarks": facts.remarks(analysis.cells),
         "options": measured.options_table(analysis, existing),
-        "sentences": {"options": sentences.of_options(analysis), "stacks": sentences.of_stacks(analysis)},
+        "tried": measured.options_table(analysis, existing, "tried"),
+        "quality": quality.quality_table(analysis, existing),
+        "quality_says": quality.says(analysis),
+        "sentences": {
+            "options": sentences.of_options(analysis),
+            "tried": sentences.of_options(analysis, "tried"),
+            "stacks": sentences.of_stacks(analysis),
+        },
         "options_asked": any(r.section == "options" for r in analysis.results),
         "broken": facts.broken_table(analysis.cells, existing),
         "notes": [(c.file, text.cell(c.note)) for c in analysis.cells if c.note],
@@ -116,6 +126,16 @@ def _tables(section: str, analysis: Analysis, existing: set[str]) -> list[tuple[
         if own:
             says = sentences.of_sweep(own, analysis) if any(r.status == "ok" for r in own) else [_why(own)]
             tables.append((name, experiment["title"], measured.sweep_table(own, analysis, existing), says))
+    return tables
+
+
+def _lora(analysis: Analysis, existing: set[str]) -> list[tuple[str, str, Table, list[str]]]:
+    """As _tables, of the section that sets forms of an adapter beside each other."""
+    tables = []
+    for name, experiment in analysis.config["experiments"].items():
+        own = [r for r in analysis.results if r.experiment == name and r.section == lora.SECTION]
+        if own:
+            tables.append((name, experiment["title"], lora.table(own, analysis, existing), lora.says(own)))
     return tables
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from flexroll.analysis.model import Analysis, Comparison, Pair, Result
+from flexroll.analysis.quality import is_inadmissible
 from flexroll.analysis.statistics import MIN_SESSIONS
 from flexroll.report import text
 from flexroll.report.measured import gain, pairs_of, varied
@@ -42,10 +43,15 @@ def of_memory(results: Sequence[Result]) -> list[str]:
     return sentences
 
 
-def of_options(analysis: Analysis) -> list[str]:
-    """How many options gained, lost, or cannot be told from their base."""
-    pairs = [pair for group in varied(analysis).values() for r in group for pair in pairs_of(r, analysis, "option")]
-    return _counted("option", [(f"`{pair.over.option}`", pair.comparison) for pair in pairs])
+def of_options(analysis: Analysis, section: str = "options") -> list[str]:
+    """How many options gained, lost, or cannot be told from their base; those that are not admissible apart."""
+    pairs = [
+        pair for group in varied(analysis, section).values() for r in group for pair in pairs_of(r, analysis, "option")
+    ]
+    named = [(f"`{pair.over.option}`", pair.comparison, is_inadmissible(pair.over, analysis)) for pair in pairs]
+    wrong = _named([(name, comparison) for name, comparison, apart in named if apart])
+    counted = _counted("option", [(name, comparison) for name, comparison, apart in named if not apart])
+    return [*counted, *([f"Not counted, for it is not admissible: {each}." for each in wrong])]
 
 
 def of_stacks(analysis: Analysis) -> list[str]:

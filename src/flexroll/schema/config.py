@@ -165,6 +165,7 @@ class Experiment(Strict):
         None, ge=1, description="Prompts of the warm-up round; default: those of the batch."
     )
     rounds: int | None = Field(None, ge=1, description="Overrides repeats.rounds.")
+    sessions: int | None = Field(None, ge=1, description="Overrides repeats.sessions: what breaks needs one.")
     stacks: list[str] = Field(min_length=1)
     backends: list[BackendUse] = Field(min_length=1)
 
@@ -252,7 +253,11 @@ class Config(Strict):
     four_bit: FourBitShard = FourBitShard()
     seed: int = 0
     samplings: dict[str, Sampling] = Field(default_factory=lambda: {"greedy": Sampling()})
+    options_file: Path | None = Field(
+        None, description="More named options, beside this file; those that no experiment names are left out."
+    )
     options: dict[str, Option] = Field(default_factory=dict)
+    defaults: Option = Field(Option(), description="What every option starts from, `default` too.")
     experiments: dict[str, Experiment] = Field(min_length=1)
 
     @field_validator("samplings", "options", "experiments")
@@ -275,6 +280,7 @@ class Config(Strict):
             room, needed = self.length_of(experiment), longest(experiment.new_tokens)
             if self.prompts.source != "random" and needed >= room:
                 raise ValueError(f"{where}: new_tokens {needed} leaves no room for a prompt in max_model_len {room}")
+        self._check_quality()
         if self.model.weights == "drawn" and self.drift.stacks:
             raise ValueError("drift: there is no base to verify where weights are drawn; set drift.stacks: []")
         return self
@@ -286,17 +292,79 @@ class Config(Strict):
             raise ValueError(f"{where}: {experiment.samples} samples of a prompt are all alike with '{sampling}'")
         if self.model.weights == "drawn" and not BACKENDS[use.backend].draws:
             raise ValueError(f"{where}: backend '{use.backend}' cannot draw weights; set model.weights: written")
+        for name in use.options:
+            self._check_four_bit(use, name, where)
         for batch in use.batches or experiment.batches:
             prompts = batch // experiment.samples
             if prompts > self.prompts.count:
                 raise ValueError(f"{where}: batch {batch} needs prompts.count of at least {prompts}")
+
+    def _check_quality(self) -> None:
+        quality = self.quality
+        if quality is None:
+            return
+        if quality.baseline != "default":
+            known(quality.baseline, self.options, "option", "quality.baseline")
+        if (quality.model or self.model).weights == "drawn":
+            raise ValueError("quality: weights that each engine draws are no model to score; set quality.model")
+        if (quality.prompts or self.prompts).source != "random" and quality.new_tokens >= self.max_model_len:
+            raise ValueError(
+                f"quality: new_tokens {quality.new_tokens} leaves no room for a prompt in max_model_len "
+                f"{self.max_model_len}"
+            )
+        if quality.model is None and quality.prompts is None and quality.count > self.prompts.count:
+            raise ValueError(f"quality: count {quality.count} needs prompts.count of at least as many")
+
+    def for_quality(self) -> Config:
+        """What the scoring's own model, prompts and NF4 shard are made from, by the commands that make the run's.
+
+        Its matrix asks for nothing but the scored work, so that the prompts are as many and as long as that needs. It
+        holds nothing else: what it holds makes what is made from it stale.
+
+        Raises:
+            ValueError: there is no `quality`.
+        """
+        if self.quality is None:
+            raise ValueError("this config asks for no scoring (quality)")
+        quality = self.quality
+        prompts = quality.prompts or self.prompts
+        work = {
+            "title": "Scoring",
+            "section": "options",
+            "batches": [quality.count],
+            "new_tokens": quality.new_tokens,
+            "stacks": self.stacks[:1],
+            "backends": [{"backend": "flex"}],
+        }
+        values = {
+            "run": self.run,
+            "model": (quality.model or self.model).model_dump(mode="json"),
+            "prompts": prompts.model_dump(mode="json") | {"count": quality.count},
+            "max_model_len": self.max_model_len,
+            "four_bit": self.four_bit.model_dump(mode="json"),
+            "seed": self.seed,
+            "quality": {"count": quality.count, "new_tokens": quality.new_tokens},
+            "drift": {"stacks": []},
+            "experiments": {"quality": work},
+        }
+        return Config.model_validate(values)
+
+    def _check_four_bit(self, use: BackendUse, name: str, where: str) -> None:
+        option = self.option(name).for_backend(use.backend)
+        kind = option.get("four_bit")
+        if kind is not None and "merged" in use.adapters:
+            raise ValueError(f"{where}: nothing merges into 4-bit weights (option '{name}'); use adapter 'unmerged'")
+        drawn = self.model.weights == "drawn" or option.get("load_format") == "dummy"
+        if kind == "shard" and drawn:
+            raise ValueError(f"{where}: option '{name}' reads a shard, and weights are drawn; set four_bit: on_the_fly")
 
     def length_of(self, experiment: Experiment) -> int:
         """max_model_len of an experiment."""
         return experiment.max_model_len or self.max_model_len
 
     def option(self, name: str) -> Option:
-        return self.options.get(name, Option())
+        """The named option over the config's defaults."""
+        return self.options.get(name, Option()).over(self.defaults)
 
     @property
     def stacks(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, PositiveInt, field_validator, model_validator
 
 from flexroll.schema.base import Strict
 
@@ -43,6 +43,9 @@ class FlexOptions(Strict):
     )
     four_bit: FourBit | None = Field(None, description=FOUR_BIT)
     cuda_graphs: bool = Field(True, description="Decode steps as captured graphs; on a CPU there are none.")
+    buckets: list[PositiveInt] | None = Field(
+        None, description="Batch sizes that decode steps are padded to; default: the engine's."
+    )
     max_prefill_tokens: int | None = Field(
         None, ge=64, description="Most prompt tokens one prefill step takes; default: the engine's."
     )
@@ -125,6 +128,17 @@ class Option(Strict):
     transformers_cb: TransformersCbOptions = TransformersCbOptions()
     vllm: VllmOptions = VllmOptions()
     unsloth: UnslothOptions = UnslothOptions()
+
+    def over(self, defaults: Option) -> Option:
+        """This option, with `defaults` wherever it has no value but the field's own default."""
+        parts = {}
+        for name in type(self).model_fields:
+            own = getattr(self, name)
+            if isinstance(own, BaseModel):
+                plain = type(own)()
+                given = {key: value for key, value in own if value != getattr(plain, key)}
+                parts[name] = getattr(defaults, name).model_copy(update=given)
+        return self.model_copy(update=parts)
 
     def for_backend(self, backend: str) -> dict[str, Any]:
         """The option's values as the backend reads them; {} for a backend without options."""

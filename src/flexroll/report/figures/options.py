@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flexroll.analysis.model import Analysis, Pair
+from flexroll.analysis.quality import is_inadmissible
 from flexroll.report.figures.intervals import Row, draw_rows
 from flexroll.report.figures.ratio import told
 from flexroll.report.figures.style import COLOURS
@@ -33,12 +34,16 @@ def draw(analysis: Analysis) -> Figure | None:
     handles: dict[str, Any] = {}
     for ax, pairs in zip(axes.flat, settings, strict=True):
         over, under = pairs[0].over, pairs[0].under
-        rows = [Row(pair.over.option, pair.comparison, COLOURS[over.backend]) for pair in pairs]
+        rows = [Row(_label(pair, analysis), pair.comparison, COLOURS[over.backend]) for pair in pairs]
         draw_rows(ax, rows, True, f"gain in tok/s over {under.option}, %", handles)
         label = series_label(over.backend, over.adapter)
         ax.set_title(f"{label}, batch {over.batch}, {over.sampling}, {over.stack}")
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles))
     return figure
+
+
+def _label(pair: Pair, analysis: Analysis) -> str:
+    return f"{pair.over.option} (not admissible)" if is_inadmissible(pair.over, analysis) else pair.over.option
 
 
 def by_setting(analysis: Analysis) -> list[list[Pair]]:

@@ -1,0 +1,132 @@
+"""Which engine configurations are admissible: as near to fp32 as the baseline, and apart from it at near-ties only.
+
+An option changes how numbers are rounded, and greedy text then parts at near-ties without being wrong. What is wrong
+shows in the whole distribution, and in a token that the fp32 model would not have been near to choosing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from flexroll.analysis.model import Analysis, Configuration, QualityRow
+from flexroll.analysis.pairs import BASE_OPTION
+from flexroll.errors import FlexrollError
+from flexroll.schema.config import Config, Quality
+from flexroll.schema.quality import QualityRecord, Target, read_quality, targets
+
+# Below this many nats a token a KL is what rounding fp32 log probabilities makes of 0, and its multiples say nothing.
+RESOLUTION = 1e-6
+
+
+def read_qualities(config: Config, results: Path, stacks: Iterable[str] | None = None) -> list[QualityRow]:
+    """One row a configuration that the config scores, whatever became of it, with its verdict."""
+    if config.quality is None:
+        return []
+    wanted = targets(config, stacks)
+    records = {target.name: _read(results, target) for target in wanted}
+    rows = []
+    for target in wanted:
+        same = {t.option: r for t, r in _others(target, wanted, records)}
+        name = config.quality.baseline if config.quality.baseline in same else BASE_OPTION
+        rows.append(_row(target, records[target.name], name, same.get(name), config.quality))
+    return rows
+
+
+def row_of(configuration: Configuration, analysis: Analysis) -> QualityRow | None:
+    """The row about the engine that ran a result; None where nothing was scored."""
+    names = ("stack", "backend", "adapter", "option")
+    return next((q for q in analysis.quality if all(getattr(q, n) == getattr(configuration, n) for n in names)), None)
+
+
+def is_inadmissible(configuration: Configuration, analysis: Analysis) -> bool:
+    """Whether it is known to be; what cannot be told is not."""
+    row = row_of(configuration, analysis)
+    return row is not None and row.admissible is False
+
+
+def _others(
+    target: Target, wanted: list[Target], records: dict[str, QualityRecord | tuple[str, str]]
+) -> Iterable[tuple[Target, QualityRecord | tuple[str, str]]]:
+    same = ("stack", "backend", "adapter")
+    return ((t, records[t.name]) for t in wanted if all(getattr(t, n) == getattr(target, n) for n in same))
+
+
+def _read(results: Path, target: Target) -> QualityRecord | tuple[str, str]:
+    """The record, or (status, reason) where there is none to read."""
+    path = results / target.file
+    try:
+        record = read_quality(path)
+    except FlexrollError as error:
+        status = "unreadable" if path.exists() else "missing"
+        return status, str(error).replace(str(path), target.file)
+    except OSError as error:
+        return "unreadable", f"{target.file}: {error.strerror or error}"
+    if not record.is_of(target):
+        return "unreadable", f"{target.file}: holds another configuration; remove it and run again"
+    return record
+
+
+def _row(
+    target: Target,
+    found: QualityRecord | tuple[str, str],
+    name: str,
+    baseline: QualityRecord | tuple[str, str] | None,
+    asked: Quality,
+) -> QualityRow:
+    """name: of the baseline option, the config's or, where the backend has no such option here, `default`."""
+    identity = {name: getattr(target, name) for name in ("stack", "backend", "adapter", "option")}
+    identity |= {"file": target.file, "baseline": target.option == name}
+    if isinstance(found, tuple):
+        status, reason = found
+        return QualityRow(**identity, status=status, reason=reason, why=f"not scored: {reason}")
+    if found.status != "ok":
+        reason = " ".join(found.reason.split())
+        why = f"not scored: {found.status}: {reason}"
+        return QualityRow(**identity, status=found.status, reason=reason, device=found.device, why=why)
+    told = baseline if isinstance(baseline, QualityRecord) and baseline.status == "ok" else None
+    exact = told.kl if told is not None else None
+    admissible, why = judge(found, name, exact, asked)
+    names = ("device", "prompts", "tokens", "kl", "logprob_rms", "top1_agreement", "diverged", "coherent", "unscored")
+    return QualityRow(
+        **identity,
+        **{name: getattr(found, name) for name in names},
+        status="ok",
+        times=None if found.kl is None or exact is None else found.kl / max(exact, RESOLUTION),
+        near_ties=sum(d.gap <= asked.near_tie for d in found.divergences),
+        admissible=admissible,
+        why=why,
+    )
+
+
+def judge(record: QualityRecord, name: str, baseline_kl: float | None, asked: Quality) -> tuple[bool | None, str]:
+    """(admissible, why) of a record that is ok; None where it cannot be told.
+
+    NF4 weights are other weights: they are measured against fp32 and judged by nobody's rounding. name: of the
+    baseline option. baseline_kl: of that option with the same backend, adapter and stack, the record's own where it is
+    the baseline; None where that has none.
+    """
+    if record.option_values.get("four_bit"):
+        return None, f"NF4 weights are another model: {len(record.divergences)} of {record.prompts} sequences differ"
+    apart = [d for d in record.divergences if d.gap > asked.near_tie]
+    if apart:
+        worst = max(apart, key=lambda d: d.gap)
+        count = f"{len(apart)} of {record.prompts} sequences leave the fp32 model where it is no near-tie"
+        return False, f"{count}: prompt {worst.prompt} at token {worst.place} by {worst.gap:.3g} nats"
+    ties = "no sequence leaves the fp32 model"
+    if record.divergences:
+        ties = (
+            f"every sequence that leaves the fp32 model ({len(record.divergences)} of {record.prompts}) is a near-tie"
+        )
+    if record.kl is None:
+        return None, f"{ties}; {record.unscored or 'its backend tells no whole distribution'}, so KL cannot be told"
+    if record.option == name:
+        return True, f"the baseline; {ties}"
+    if baseline_kl is None:
+        return None, f"{ties}; the baseline `{name}` has no KL to hold it against"
+    times = record.kl / max(baseline_kl, RESOLUTION)
+    if record.kl > RESOLUTION and times > asked.limit:
+        return False, f"its KL is {times:.3g} times the baseline's, more than {asked.limit:g}"
+    if record.kl <= RESOLUTION:
+        return True, f"its KL is no more than rounding in fp32; {ties}"
+    return True, f"its KL is {times:.3g} times the baseline's; {ties}"

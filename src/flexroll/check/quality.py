@@ -1,0 +1,105 @@
+"""Correctness: every engine configuration that the config scores has its record, of the code that was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flexroll.check.files import COMPLETENESS, SCHEMA
+from flexroll.check.provenance import HASH, PROVENANCE
+from flexroll.check.registry import Finding, Over, check, error, not_applicable
+from flexroll.check.submission import Run
+from flexroll.schema.quality import QualityRecord, Target
+from flexroll.schema.records import Environment
+
+TARGETS = Over("engine configuration that the config scores", lambda run: run.targets, lambda target: target.file)
+
+MEASURED = Over(
+    "scored configuration whose backend was measured",
+    lambda run: [target for target in run.targets if _measured(run, target)],
+    lambda target: target.file,
+)
+
+
+def _measured(run: Run, target: Target) -> list[Environment]:
+    """Environments of the measured cells of its backend and stack."""
+    place = (target.stack, target.backend)
+    own = (held.record.environment for held in run.measured if (held.cell.stack, held.cell.backend) == place)
+    return [environment for environment in own if environment is not None]
+
+
+def _record(run: Run, target: Target) -> QualityRecord | None:
+    found = run.qualities.get(target.file)
+    return found if isinstance(found, QualityRecord) and found.is_of(target) else None
+
+
+@check(SCHEMA, TARGETS)
+def quality_schema(run: Run, target: Target) -> Iterator[Finding]:
+    """A quality record is whole and of the strict model."""
+    found = run.qualities.get(target.file)
+    if isinstance(found, str):
+        yield error(found)
+    elif found is None:
+        yield not_applicable("there is none to read")
+
+
+@check(COMPLETENESS, TARGETS)
+def quality_recorded(run: Run, target: Target) -> Iterator[Finding]:
+    """Every configuration that the config scores has a record of its own, which says why where it was not scored."""
+    found = run.qualities.get(target.file)
+    if found is None:
+        yield error("no quality record of this configuration")
+    elif isinstance(found, str):
+        yield not_applicable("a record that cannot be read does not tell whose it is")
+    elif not found.is_of(target):
+        yield error(f"is of {found.stack}, {found.backend}, {found.adapter}, {found.option}")
+    elif found.status != "ok" and not found.reason.strip():
+        yield error(f"{found.status} without a reason")
+
+
+@check(COMPLETENESS, TARGETS)
+def quality_as_configured(run: Run, target: Target) -> Iterator[Finding]:
+    """A configuration was scored with the option's values, model and number of prompts that the config asks for."""
+    found, asked = _record(run, target), run.config.quality
+    if found is None or asked is None:
+        yield not_applicable("there is no record of it")
+        return
+    model = asked.model or run.config.model
+    # An option may have been added since, as in records of cells.
+    values = {name: value for name, value in target.option_values.items() if name in found.option_values}
+    pairs = [("model", found.model, model.name), ("dtype", found.dtype, model.dtype)]
+    pairs += [(f"option {name}", found.option_values[name], value) for name, value in values.items()]
+    if found.status == "ok":
+        pairs += [("prompts", found.prompts, asked.count), ("divergences", len(found.divergences), found.diverged)]
+        if not found.prompts <= found.tokens <= asked.count * asked.new_tokens:
+            yield error(f"{found.tokens} tokens scored of {asked.count} prompts with at most {asked.new_tokens} each")
+    differ = [f"{name} {had}, expected {wanted}" for name, had, wanted in pairs if had != wanted]
+    if differ:
+        yield error("; ".join(differ))
+
+
+@check(PROVENANCE, MEASURED)
+def quality_same_code(run: Run, target: Target) -> Iterator[Finding]:
+    """What was scored is what was measured: the lock, the backend's code and the device of that backend's cells."""
+    found = _record(run, target)
+    if found is None or found.environment is None:
+        yield not_applicable("there is no record of it, or none that tells where it ran")
+        return
+    for name in ("lock_sha256", "source_sha256", "device"):
+        own, theirs = getattr(found.environment, name), {getattr(cell, name) for cell in _measured(run, target)}
+        if name != "device":  # environment-complete tells of what is no hash
+            theirs = {value for value in theirs if HASH.fullmatch(value)}
+        if theirs and own not in theirs:
+            yield error(
+                f"scored with {name} {own[:12]}, its backend was measured with {', '.join(sorted(theirs))[:80]}"
+            )
+
+
+@check(COMPLETENESS, TARGETS)
+def quality_analysed(run: Run, target: Target) -> Iterator[Finding]:
+    """analysis.json says of a configuration what its quality record says now."""
+    if run.analysis is None:
+        yield not_applicable("there is no analysis.json that can be read")
+        return
+    now, then = (next((q for q in rows if q.file == target.file), None) for rows in (run.quality, run.analysis.quality))
+    if now != then:
+        yield error("analysis.json tells something else; run `flexroll analyse` again")

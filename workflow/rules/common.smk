@@ -21,6 +21,7 @@ from flexroll.images import deploy
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order
 from flexroll.schema.load import load_config
+from flexroll.schema.options import for_gpu_kernels
 from flexroll.schema.quality import job_of, targets
 from flexroll.tune.autotune import decode_shape, tuned_cell
 
@@ -93,6 +94,8 @@ def needs_warmup(job):
         # A merged adapter is only other weights: it runs the kernels that the warm-up without an adapter compiles.
         twin = job.engine.replace("-flex-merged-", "-flex-none-")
         if job.backend != "flex" or (job.adapter == "merged" and twin in ENGINES):
+            return False
+        if for_gpu_kernels(job.cells[0].option_values):  # skipped
             return False
     return BACKENDS[job.backend].warmup and job.cells[0].option_values.get("compile", True)
 

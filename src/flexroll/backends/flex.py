@@ -11,9 +11,8 @@ from flexroll.engine.attention import flash_missing, is_flash
 from flexroll.engine.engine import Engine
 from flexroll.engine.sampling import SamplingParams
 from flexroll.schema.config import Sampling
+from flexroll.schema.options import GPU_KERNELS
 from flexroll.tune.replay import replay_options, replay_problem
-
-KERNEL_OPTIONS = ("decode_kernel_options", "prefill_kernel_options", "replay")
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
@@ -64,7 +63,7 @@ class FlexBackend(Backend):
         """What would change nothing here, or could not run: a measurement of it would be one of something else."""
         option = spec.option
         if spec.device == "cpu":
-            named = [name for name in KERNEL_OPTIONS if option.get(name)]
+            named = [name for name in GPU_KERNELS if option.get(name)]
             if named:
                 # torch/_inductor/kernel/flex/flex_cpu.py reads none of those that FlexKernelOptions declares
                 return f"{' and '.join(named)}: kernel options are those of GPU kernels; torch's CPU kernel reads none"

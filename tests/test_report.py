@@ -495,7 +495,8 @@ def test_forms_of_an_adapter_stand_beside_each_other(tmp_path):
     assert f"| {refresh:.3g} |" in merged and f"| {refresh:.3g} |" not in unmerged  # nothing else is ever refreshed
     assert "flex + LoRA merged 98 % and flex + LoRA unmerged 50 %" in found["LoRA forms"]
     assert "`nf4`" in found["4-bit"]
-    assert "What did not move the needle" in found["Options"] and "`page32`" in found["Options"]
+    assert "What did not move the needle" in found["Options"]
+    assert "| `page32` | page_size=32 |" in found["Options"]
     for anchor in ("lora-forms", "4-bit", "what-did-not-move-the-needle"):
         assert f'id="{anchor}"' in html
 

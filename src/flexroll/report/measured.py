@@ -12,6 +12,7 @@ from flexroll.analysis.quality import is_inadmissible
 from flexroll.report import quality, text
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import Published, same_model
+from flexroll.schema.options import Option
 
 SETTING = ("experiment", "backend", "adapter", "batch", "sampling", "stack")
 
@@ -195,10 +196,11 @@ def options_table(analysis: Analysis, existing: set[str], section: str = "option
 
 
 def _sets(result: Result, base: Result | None) -> str:
-    """The option's values that differ from default's."""
-    before = set(_flat(base.option_values).items()) if base else set()
+    """The option's values that differ from default's, as measured or, where that was not, as the backend has it."""
+    plain = base.option_values if base else Option().for_backend(result.backend)
+    before = _flat(plain)
     changed = [
-        f"{key}={json.dumps(value)}" for key, value in _flat(result.option_values).items() if (key, value) not in before
+        f"{key}={json.dumps(value)}" for key, value in _flat(result.option_values).items() if before.get(key) != value
     ]
     return cell(", ".join(changed)) or NONE
 

@@ -206,14 +206,9 @@ def perplexity(config: ConfigOption, work: WorkOption, results: ResultsOption, o
 @app.command()
 def quality_config(config: ConfigOption, out: OutOption) -> None:
     """Write the config that the scoring's own model and prompts are made from."""
-    import json
-
-    import yaml
-
     from flexroll.schema.records import write_json
 
-    derived = _config(config).for_quality().model_dump(mode="json")
-    write_json(out, yaml.safe_dump(json.loads(json.dumps(derived)), sort_keys=False))
+    write_json(out, _config(config).for_quality().model_dump_json(indent=1) + "\n")  # JSON is YAML
 
 
 @app.command()

@@ -27,7 +27,7 @@ def read_qualities(config: Config, results: Path, stacks: Iterable[str] | None =
     records = {target.name: _read(results, target) for target in wanted}
     rows = []
     for target in wanted:
-        same = {t.option: r for t, r in _others(target, wanted, records)}
+        same = {t.option: records[t.name] for t in wanted if _form(t) == _form(target)}
         name = config.quality.baseline if config.quality.baseline in same else BASE_OPTION
         rows.append(_row(target, records[target.name], name, same.get(name), config.quality))
     return rows
@@ -45,11 +45,9 @@ def is_inadmissible(configuration: Configuration, analysis: Analysis) -> bool:
     return row is not None and row.admissible is False
 
 
-def _others(
-    target: Target, wanted: list[Target], records: dict[str, QualityRecord | tuple[str, str]]
-) -> Iterable[tuple[Target, QualityRecord | tuple[str, str]]]:
-    same = ("stack", "backend", "adapter")
-    return ((t, records[t.name]) for t in wanted if all(getattr(t, n) == getattr(target, n) for n in same))
+def _form(target: Target) -> tuple[str, str, str]:
+    """What options are held against each other within."""
+    return target.stack, target.backend, target.adapter
 
 
 def _read(results: Path, target: Target) -> QualityRecord | tuple[str, str]:

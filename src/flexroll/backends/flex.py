@@ -14,28 +14,32 @@ from flexroll.schema.config import Sampling
 from flexroll.schema.options import GPU_KERNELS
 from flexroll.tune.replay import replay_options, replay_problem
 
+# Values of an option that the engine takes by the same name.
+AS_NAMED = (
+    "attention",
+    "buckets",
+    "compile_forward",
+    "compile_mode",
+    "contiguous",
+    "cuda_graphs",
+    "four_bit",
+    "fused",
+    "kv_tokens",
+    "max_prefill_tokens",
+    "page_size",
+    "prefill_kernel_options",
+    "prefill_mask",
+    "unchecked",
+)
+
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Keyword arguments of Engine.from_pretrained. What the option leaves open is left to the engine."""
     option = spec.option
-    given = {
-        "page_size": option.get("page_size"),
-        "attention": option.get("attention"),
+    given = {name: option.get(name) for name in AS_NAMED} | {
         "compiled": option.get("compile"),
-        "compile_mode": option.get("compile_mode"),
-        "compile_forward": option.get("compile_forward"),
-        "fused": option.get("fused"),
-        "contiguous": option.get("contiguous"),
-        "prefill_mask": option.get("prefill_mask"),
-        "unchecked": option.get("unchecked"),
-        "cuda_graphs": option.get("cuda_graphs"),
-        "buckets": option.get("buckets"),
-        "max_prefill_tokens": option.get("max_prefill_tokens"),
         "decode_kernel_options": _decode_kernel_options(spec),
-        "prefill_kernel_options": option.get("prefill_kernel_options"),
-        "kv_tokens": option.get("kv_tokens"),
         "dummy": spec.dummy or None,
-        "four_bit": option.get("four_bit"),
         "shard": spec.shard,
     }
     return {

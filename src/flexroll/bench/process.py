@@ -8,10 +8,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
@@ -24,6 +24,44 @@ class Stopped(SystemExit):
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
         self.signum = signum
+
+
+def start_worker(
+    command: Sequence[str], log: IO[bytes], env: dict[str, str], stdin: int = subprocess.DEVNULL
+) -> tuple[subprocess.Popen, int]:
+    """Start a process group of its own whose last argument is an event pipe: (process, the pipe's end to read).
+
+    Args:
+        log: where its output goes. stdin: subprocess.PIPE for a worker that is told things while it runs.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        process = subprocess.Popen(
+            [*command, str(write_end)],
+            stdin=stdin,
+            stdout=log,
+            stderr=log,
+            env=env,
+            pass_fds=(write_end,),
+            start_new_session=True,
+        )
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
+    return process, read_end
+
+
+@contextmanager
+def worker(command: Sequence[str], log: IO[bytes], env: dict[str, str]) -> Iterator[tuple[subprocess.Popen, int]]:
+    """start_worker, and nothing of it left afterwards, however that comes."""
+    process, read_end = start_worker(command, log, env)
+    try:
+        yield process, read_end
+    finally:
+        end_group(process)
+        os.close(read_end)
 
 
 def event_lines(read_end: int, process: subprocess.Popen) -> Iterator[bytes | None]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -19,7 +18,7 @@ from flexroll.bench.environment import describe
 from flexroll.bench.inputs import Inputs, read_inputs
 from flexroll.bench.isolate import worker_env
 from flexroll.bench.lease import device_lease
-from flexroll.bench.process import describe_exit, end_group, event_lines, stop_signals
+from flexroll.bench.process import describe_exit, event_lines, stop_signals, worker
 from flexroll.bench.task import engine_spec, read_prompts
 from flexroll.errors import FlexrollError
 from flexroll.provenance import backend_source_hash, device_class, hash_json, lock_hash, module_hash, variant
@@ -156,25 +155,9 @@ def _supervised(
     for path in (task_file, log):
         path.parent.mkdir(parents=True, exist_ok=True)
     task_file.write_text(json.dumps(task, indent=1))
-    process = None
-    read_end, write_end = os.pipe()
-    with stop_signals(), log.open("wb") as output:
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flexroll.bench.quality_worker", str(task_file), str(write_end)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=env,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
-            os.close(write_end)
-            return _follow(process, read_end, log, limits)
-        finally:
-            if process is not None:
-                end_group(process)
-            os.close(read_end)
+    command = [sys.executable, "-m", "flexroll.bench.quality_worker", str(task_file)]
+    with stop_signals(), log.open("wb") as output, worker(command, output, env) as (process, read_end):
+        return _follow(process, read_end, log, limits)
 
 
 def _follow(process: subprocess.Popen, read_end: int, log: Path, limits: Limits) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from flexroll.backends.base import Backend, EngineSpec, Scores, unavailable
 from flexroll.bench.coherence import judge
 from flexroll.bench.quality_reference import Reference, read_reference
-from flexroll.bench.worker import PATHS, Events, check_counts, die_with_parent, load_backend
+from flexroll.bench.worker import Events, check_counts, die_with_parent, load_backend, spec_of
 from flexroll.errors import one_line
 from flexroll.schema.architecture import eos_ids
 from flexroll.schema.config import Sampling
@@ -46,8 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(task: ScoringTask, events: Events) -> int:
-    paths = {name: None if task.spec[name] is None else Path(task.spec[name]) for name in PATHS}
-    spec = EngineSpec(**{**task.spec, **paths})
+    spec = spec_of(task.spec)
     try:
         backend_class = load_backend(task.backend)
         reason = unavailable(backend_class, spec)

@@ -7,7 +7,6 @@ fails (or, where its backend says that it cannot run here, skips) all of them.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
-from flexroll.bench.process import describe_exit, end_group, event_lines, stop_signals
+from flexroll.bench.process import describe_exit, event_lines, stop_signals, worker
 from flexroll.bench.task import Task
 from flexroll.bench.telemetry import Sampler, flags
 from flexroll.schema.config import Limits
@@ -96,25 +95,9 @@ class Supervisor:
             f"=== {datetime.now(UTC):%Y-%m-%d %H:%M:%S} worker for {', '.join(c.file for c in task.cells)}\n".encode()
         )
         log.flush()
-        read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "flexroll.bench.worker", str(self.task_file), str(write_end)]
-        process = None
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self.env,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
-            os.close(write_end)
+        command = [sys.executable, "-m", "flexroll.bench.worker", str(self.task_file)]
+        with worker(command, log, self.env) as (process, read_end):
             return self._follow(process, read_end, indices)
-        finally:
-            if process is not None:
-                end_group(process)
-            os.close(read_end)
 
     def _follow(self, process: subprocess.Popen, read_end: int, indices: list[int]) -> str:
         deadline = time.monotonic() + self.limits.start_s

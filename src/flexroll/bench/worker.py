@@ -60,7 +60,7 @@ class Events:
 
 
 def run(task: Task, events: Events) -> int:
-    spec = EngineSpec(**{**task.spec, **{k: _path(task.spec[k]) for k in PATHS}})
+    spec = spec_of(task.spec)
     prompts = [p["ids"] for p in read_prompts(task.prompts)["prompts"]]
     before = device_in_use(spec.device)
     begun = time.perf_counter()
@@ -85,6 +85,11 @@ def run(task: Task, events: Events) -> int:
         return 0
     finally:
         backend.close()
+
+
+def spec_of(values: dict[str, Any]) -> EngineSpec:
+    """The EngineSpec whose fields a task holds."""
+    return EngineSpec(**{**values, **{name: None if values[name] is None else Path(values[name]) for name in PATHS}})
 
 
 def run_cell(
@@ -252,10 +257,6 @@ def _samples(model: Path, prompts: list[list[int]], tokens: list[list[int]]) -> 
         shown = tokenizer.decode(prompt, skip_special_tokens=False)
         samples.append(Sample(prompt=shown, text=text, tokens=len(ids), coherence=verdict))
     return samples
-
-
-def _path(value: str | None) -> Path | None:
-    return None if value is None else Path(value)
 
 
 def die_with_parent() -> None:

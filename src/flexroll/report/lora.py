@@ -8,7 +8,7 @@ from flexroll.analysis.model import Analysis, Result
 from flexroll.analysis.quality import row_of
 from flexroll.report import text
 from flexroll.report.measured import batch
-from flexroll.report.text import NONE, Table, cell
+from flexroll.report.text import Table, cell
 
 SECTION = "lora"
 
@@ -25,7 +25,7 @@ def table(results: Sequence[Result], analysis: Analysis, existing: set[str]) -> 
                 "Option": f"`{cell(r.option)}`",
                 "Batch": batch(r),
                 "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
-                "Of no adapter's": _share(r, plain),
+                "Of no adapter's": text.percent(_share(r, plain)),
                 "Weights, GB": text.gigabytes(r.memory.weights),
                 "More than without, GB": text.gigabytes(_more(r, plain)),
                 "Refresh, ms": text.significant(_refresh_ms(r, analysis)),
@@ -43,9 +43,9 @@ def says(results: Sequence[Result]) -> list[str]:
     """What each form keeps of the speed without an adapter."""
     parts = []
     for r in results:
-        plain = _plain(r, results)
-        if plain is not None and r.tps and plain.tps:
-            parts.append(f"{text.series_label(r.backend, r.adapter)} {text.percent(r.tps / plain.tps)}")
+        share = _share(r, _plain(r, results))
+        if share is not None:
+            parts.append(f"{text.series_label(r.backend, r.adapter)} {text.percent(share)}")
     return [f"Of the same backend's tok/s without an adapter: {text.listed(parts)}."] if parts else []
 
 
@@ -59,8 +59,8 @@ def _plain(result: Result, results: Sequence[Result]) -> Result | None:
     )
 
 
-def _share(result: Result, plain: Result | None) -> str:
-    return text.percent(result.tps / plain.tps) if plain is not None and result.tps and plain.tps else NONE
+def _share(result: Result, plain: Result | None) -> float | None:
+    return result.tps / plain.tps if plain is not None and result.tps and plain.tps else None
 
 
 def _more(result: Result, plain: Result | None) -> int | None:

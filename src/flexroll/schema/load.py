@@ -46,37 +46,25 @@ def load_config(path: Path, root: Path | None = None) -> Config:
     data = read_yaml(path, "config")
     if not isinstance(data, dict):
         raise FlexrollError(f"{path}: expected a mapping of settings at the top level")
-    config = parse_config(_with_options(data, Path(path)), str(path))
+    config = _with_options(data, Path(path))
     if root is not None:
         check_stacks(config, root, str(path))
     return config
 
 
-def _with_options(data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The mapping with the options of its options_file that it names and does not define itself."""
+def _with_options(data: dict[str, Any], path: Path) -> Config:
+    """The config with the options of its options_file that it names and does not define itself."""
     own, name = data.get("options") or {}, data.get("options_file")
     if not isinstance(name, str) or not isinstance(own, dict):
-        return data
+        return parse_config(data, str(path))
     shared = read_yaml(path.parent / name, "options")
     if not isinstance(shared, dict):
         raise FlexrollError(f"{path.parent / name}: expected a mapping of named options")
-    used = _named_options(data)
-    return {**data, "options": {key: value for key, value in shared.items() if key in used} | own}
-
-
-def _named_options(data: dict[str, Any]) -> set[str]:
-    """Every option that an experiment or the quality section names, in a mapping that nobody has checked yet."""
-    experiments = data.get("experiments")
-    uses = [
-        use
-        for experiment in (experiments.values() if isinstance(experiments, dict) else ())
-        if isinstance(experiment, dict)
-        for use in (experiment.get("backends") if isinstance(experiment.get("backends"), list) else ())
-        if isinstance(use, dict)
-    ]
-    names = [name for use in uses if isinstance(use.get("options"), list) for name in use["options"]]
-    quality = data.get("quality")
-    return {str(name) for name in [*names, *([quality.get("baseline")] if isinstance(quality, dict) else [])]}
+    config = parse_config({**data, "options": shared | own}, str(path))
+    used = {option for e in config.experiments.values() for use in e.backends for option in use.options}
+    used |= {config.quality.baseline} if config.quality else set()
+    kept = {key: value for key, value in config.options.items() if key in used | own.keys()}
+    return config.model_copy(update={"options": kept})
 
 
 def check_stacks(config: Config, root: Path, where: str = "config") -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from flexroll.bench.process import describe_exit, end_group, event_lines, tail
+from flexroll.bench.process import describe_exit, end_group, event_lines, start_worker, tail
 from flexroll.errors import FlexrollError
 from flexroll.tune.grid import Point
 from flexroll.tune.plan import Outcome
@@ -44,19 +44,9 @@ class WorkerEvaluator:
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / "setup.json"
         place.write_text(json.dumps(self.setup, indent=1) + "\n")
-        self._read_end, write_end = os.pipe()
-        command = [str(self.python), "-m", "flexroll.tune.sweep_worker", str(place), str(write_end)]
+        command = [str(self.python), "-m", "flexroll.tune.sweep_worker", str(place)]
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=self.env,
-                pass_fds=(write_end,),
-                start_new_session=True,
-            )
-        os.close(write_end)
+            self._process, self._read_end = start_worker(command, log, self.env, stdin=subprocess.PIPE)
         self._events = event_lines(self._read_end, self._process)
         hello = self._next(time.monotonic() + START_S)
         if hello is None or hello["event"] != "hello":

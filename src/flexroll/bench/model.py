@@ -8,8 +8,9 @@ from pathlib import Path
 from flexroll.bench.checkpoint import check_checkpoint, hash_files, read_config
 from flexroll.bench.console import say
 from flexroll.schema import architecture
-from flexroll.schema.config import Config, Model
+from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
+from flexroll.schema.sources import Model
 
 
 def prepare_model(config: Config, out: Path, root: Path) -> None:

@@ -13,9 +13,11 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from flexroll.schema.base import Strict
 from flexroll.schema.catalogue import BACKENDS, LORA_TARGETS
+from flexroll.schema.grpo import Grpo
 from flexroll.schema.lengths import Lengths, NewTokens, longest
 from flexroll.schema.names import NAME, known
 from flexroll.schema.options import Option
+from flexroll.schema.sources import Model, Prompts
 
 BackendName = Literal["flex", "transformers_generate", "transformers_cb", "vllm", "unsloth"]
 AdapterMode = Literal["none", "merged", "unmerged", "request"]
@@ -32,61 +34,6 @@ Section = Literal[
     "tried",
     "torch_versions",
 ]
-
-
-class Model(Strict):
-    """The checkpoint under test.
-
-    source: hub (repo at a pinned revision), local (a folder of your own), random (weights drawn for a config.json;
-    for speed only, the text is noise). Random weights are written to files that every backend reads, or drawn: each
-    engine then fills its own tensors on the device, from config.json alone.
-    """
-
-    name: str = Field(pattern=NAME, description="Label in results and folder name under models/.")
-    source: Literal["hub", "local", "random"] = "local"
-    repo: str | None = Field(None, description="hub: owner/name.")
-    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$", description="hub: commit, 40 hex digits.")
-    path: Path | None = Field(None, description="local: checkpoint folder; random: folder or file of config.json.")
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    weights: Literal["written", "drawn"] = Field("written", description="random: files, or drawn by each engine.")
-    seed: int = Field(0, description="random, written: seed of the weights.")
-
-    @model_validator(mode="after")
-    def _source_is_complete(self) -> Model:
-        if self.weights == "drawn" and self.source != "random":
-            raise ValueError(f"weights 'drawn' needs source 'random', not '{self.source}'")
-        if self.source == "hub" and not (self.repo and self.revision):
-            raise ValueError("model source 'hub' needs repo and revision (a pinned commit)")
-        if self.source != "hub" and self.path is None:
-            raise ValueError(f"model source '{self.source}' needs path")
-        return self
-
-
-class Prompts(Strict):
-    """Where prompts come from. Every cell takes the first `batch` prompts of the same prepared list."""
-
-    source: Literal["hub", "file", "random"] = "file"
-    repo: str | None = Field(None, description="hub: dataset repository.")
-    revision: str | None = Field(None, pattern=r"^[0-9a-f]{40}$")
-    file: str | None = Field(None, description="hub: file inside the repository (.parquet, .json or .jsonl).")
-    sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$", description="hub, file: expected hash of the file.")
-    path: Path | None = Field(None, description="file: a .json list, .jsonl or .parquet.")
-    field: str = Field("prompt", description="Column or key with the question: a string or a list of chat messages.")
-    format: Literal["chat", "text"] = "chat"
-    count: int = Field(256, ge=1, description="How many prompts to prepare.")
-    max_tokens: int = Field(1024, ge=1, description="Longer prompts are left out, and counted.")
-    lengths: tuple[int, int] = Field((60, 200), description="random: shortest and longest prompt, tokens.")
-    seed: int = Field(0, description="random: seed of lengths and tokens.")
-
-    @model_validator(mode="after")
-    def _source_is_complete(self) -> Prompts:
-        if self.source == "hub" and not (self.repo and self.revision and self.file):
-            raise ValueError("prompts source 'hub' needs repo, revision and file")
-        if self.source == "file" and self.path is None:
-            raise ValueError("prompts source 'file' needs path")
-        if not 1 <= self.lengths[0] <= self.lengths[1]:
-            raise ValueError("prompts lengths must be [shortest, longest] with 1 <= shortest <= longest")
-        return self
 
 
 class Adapter(Strict):
@@ -251,6 +198,7 @@ class Config(Strict):
     drift: Drift
     quality: Quality | None = Field(None, description="Left out: no configuration is scored.")
     four_bit: FourBitShard = FourBitShard()
+    grpo: Grpo | None = Field(None, description="Left out: nothing is trained.")
     seed: int = 0
     samplings: dict[str, Sampling] = Field(default_factory=lambda: {"greedy": Sampling()})
     options_file: Path | None = Field(
@@ -258,7 +206,7 @@ class Config(Strict):
     )
     options: dict[str, Option] = Field(default_factory=dict)
     defaults: Option = Field(Option(), description="What every option starts from, `default` too.")
-    experiments: dict[str, Experiment] = Field(min_length=1)
+    experiments: dict[str, Experiment] = Field(default_factory=dict)
 
     @field_validator("samplings", "options", "experiments")
     @classmethod
@@ -280,7 +228,10 @@ class Config(Strict):
             room, needed = self.length_of(experiment), longest(experiment.new_tokens)
             if self.prompts.source != "random" and needed >= room:
                 raise ValueError(f"{where}: new_tokens {needed} leaves no room for a prompt in max_model_len {room}")
+        if not self.experiments and self.grpo is None:
+            raise ValueError("experiments: there is none, and no grpo either; a run needs something to do")
         self._check_quality()
+        self._check_grpo()
         if self.model.weights == "drawn" and self.drift.stacks:
             raise ValueError("drift: there is no base to verify where weights are drawn; set drift.stacks: []")
         return self
@@ -314,6 +265,27 @@ class Config(Strict):
             )
         if quality.model is None and quality.prompts is None and quality.count > self.prompts.count:
             raise ValueError(f"quality: count {quality.count} needs prompts.count of at least as many")
+
+    def _check_grpo(self) -> None:
+        grpo = self.grpo
+        if grpo is None:
+            return
+        known(grpo.sampling, self.samplings, "sampling", "grpo")
+        if self.samplings[grpo.sampling].temperature == 0:
+            raise ValueError(f"grpo: {grpo.num_generations} samples of a prompt are all alike with '{grpo.sampling}'")
+        if self.model.weights == "drawn":
+            raise ValueError("grpo: a trainer reads its weights from files; set model.weights: written")
+        prompts = grpo.prompts or self.prompts
+        if "exact" in grpo.rewards and prompts.answer is None:
+            raise ValueError("grpo: reward 'exact' needs prompts.answer, the key of the right answer")
+        if prompts.source != "random" and grpo.max_completion_length >= self.max_model_len:
+            raise ValueError(
+                f"grpo: max_completion_length {grpo.max_completion_length} leaves no room for a prompt in "
+                f"max_model_len {self.max_model_len}"
+            )
+        for use in grpo.backends:
+            if use.option != "default":
+                known(use.option, self.options, "option", "grpo.backends")
 
     def for_quality(self) -> Config:
         """What the scoring's own model, prompts and NF4 shard are made from, by the commands that make the run's.
@@ -373,4 +345,5 @@ class Config(Strict):
         for experiment in self.experiments.values():
             for use in experiment.backends:
                 names += use.stacks or experiment.stacks
+        names += [use.stack for use in self.grpo.backends] if self.grpo else []
         return list(dict.fromkeys(names + self.drift.stacks))

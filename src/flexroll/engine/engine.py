@@ -217,6 +217,18 @@ class Engine:
         if self._on_gpu:
             self._get_ready()
 
+    @property
+    def released(self) -> bool:
+        """Whether there is no KV pool at present, see `release`."""
+        return self.cache is None
+
+    def release(self) -> None:
+        """Give back the KV pool and the captured graphs, for someone else to use the memory; weights stay.
+
+        Nothing may be running. `resize` makes them anew before the next `generate`; `refresh` works meanwhile.
+        """
+        self._let_go()
+
     def _let_go(self) -> None:
         """Drop the old pool and whatever refers to it, graphs included, before the new one is taken."""
         self._steps: dict[int, DecodeStep] = {}
@@ -246,9 +258,12 @@ class Engine:
         grow longest start first; those that may grow alike start in input order.
 
         Raises:
-            FlexrollError: an empty prompt, an id outside the vocabulary, a prompt too long for max_model_len or for
-                the pool, as many params as prompts expected and another number given, logits that are not finite.
+            FlexrollError: the pool is released, an empty prompt, an id outside the vocabulary, a prompt too long for
+                max_model_len or for the pool, as many params as prompts expected and another number given, logits that
+                are not finite.
         """
+        if self.released:
+            raise FlexrollError("generate: this engine's KV pool was released; call resize first")
         groups = groups_of(prompts, params, self.config, self.cache.pages, self.max_model_len)
         sequences = [s for group in groups for s in group.sequences]
         scheduler = Scheduler(self.cache.pages, self.max_prefill_tokens)

@@ -15,6 +15,7 @@ import typer
 
 from flexroll import __version__
 from flexroll.cli_generate import generate
+from flexroll.cli_grpo import grpo, grpo_questions
 from flexroll.cli_tune import autotune, sweep
 from flexroll.errors import FlexrollError, one_line
 
@@ -23,6 +24,8 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 app.command()(generate)
 app.command()(autotune)
 app.command()(sweep)
+app.command()(grpo)
+app.command()(grpo_questions)
 
 ConfigOption = Annotated[Path, typer.Option("--config", help="The run's configuration (YAML).")]
 OutOption = Annotated[Path, typer.Option("--out", help="File to write.")]
@@ -334,10 +337,13 @@ def compare(
 def plan(config: ConfigOption = Path("config.yaml"), stacks: StacksOption = "") -> None:
     """Print the cells, and the hours and gigabytes to expect."""
     from flexroll.bench.plan import make_plan
+    from flexroll.bench.plan_grpo import sentence
     from flexroll.bench.plan_table import show
 
     loaded = _config(config)
     show(loaded, make_plan(loaded, _root(), _stacks(stacks)))
+    if told := sentence(loaded, _stacks(stacks)):
+        typer.echo(told)
 
 
 @app.command()

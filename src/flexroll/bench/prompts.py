@@ -15,7 +15,7 @@ from flexroll.bench.task import read_input
 from flexroll.chat import Messages
 from flexroll.errors import FlexrollError
 from flexroll.provenance import hash_json
-from flexroll.schema.config import Config
+from flexroll.schema.config import Config, Prompts
 from flexroll.schema.lengths import longest
 from flexroll.schema.records import write_json
 from flexroll.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def prepare_prompts(config: Config, model_json: Path, out: Path, root: Path) -> 
         prompts, left_out, duplicates = _random(config, folder, needed, limit), 0, 0
         source = f"random tokens, seed {config.prompts.seed}"
     else:
-        path, source = _file(config, root)
+        path, source = prompts_file(config.prompts, root)
         prompts, left_out, duplicates = _from_file(config, path, folder, needed, limit)
     data = {
         "sha256": hash_json([p["ids"] for p in prompts]),
@@ -62,6 +62,8 @@ def needed_prompts(config: Config) -> int:
 
 def longest_prompt(config: Config) -> int:
     """Tokens a prompt may have so that every experiment's new tokens still fit max_model_len."""
+    if not config.experiments:
+        return min(config.prompts.max_tokens, config.max_model_len)
     room = {name: config.length_of(e) - longest(e.new_tokens) for name, e in config.experiments.items()}
     name = min(room, key=lambda name: room[name])
     if room[name] < 1:
@@ -82,8 +84,8 @@ def _from_file(
     prompts: list[dict[str, Any]] = []
     seen: set[str] = set()
     left_out = duplicates = 0
-    for index, row in enumerate(_rows(path, config.prompts.field)):
-        messages = _messages(row, config.prompts.field, path, index)
+    for index, row in enumerate(read_rows(path, [config.prompts.field])):
+        messages = chat_messages(row, config.prompts.field, path, index)
         text = template.render(messages) if template else "\n\n".join(m["content"] for m in messages)
         if text in seen:
             duplicates += 1
@@ -106,7 +108,7 @@ def _from_file(
     )
 
 
-def _messages(row: Any, field: str, path: Path, index: int) -> Messages:
+def chat_messages(row: Any, field: str, path: Path, index: int) -> Messages:
     """The chat messages of a row: its field is a string (one user message) or a list of {role, content}."""
     value = row
     if isinstance(row, dict):
@@ -129,8 +131,8 @@ def _messages(row: Any, field: str, path: Path, index: int) -> Messages:
     return [{"role": m.get("role", "user"), "content": m["content"]} for m in messages]
 
 
-def _file(config: Config, root: Path) -> tuple[Path, str]:
-    prompts = config.prompts
+def prompts_file(prompts: Prompts, root: Path) -> tuple[Path, str]:
+    """The file with the prompts, fetched where it is on the hub, and where it is from, in words."""
     if prompts.source == "file":
         assert prompts.path
         path = root / prompts.path
@@ -144,10 +146,10 @@ def _file(config: Config, root: Path) -> tuple[Path, str]:
     return path, f"{prompts.repo} at {prompts.revision[:8]}, {prompts.file}, field {prompts.field}"
 
 
-def _rows(path: Path, field: str) -> Iterator[Any]:
-    """Rows of a .json list, a .jsonl or a .parquet file, read as far as they are asked for."""
+def read_rows(path: Path, columns: list[str]) -> Iterator[Any]:
+    """Rows of a .json list, a .jsonl or a .parquet file (these columns of it), read as far as they are asked for."""
     if path.suffix == ".parquet":
-        yield from _parquet(path, field)
+        yield from _parquet(path, columns)
         return
     if path.suffix not in (".json", ".jsonl"):
         raise FlexrollError(f"{path}: prompts come from .json, .jsonl or .parquet")
@@ -163,16 +165,17 @@ def _rows(path: Path, field: str) -> Iterator[Any]:
     yield from rows
 
 
-def _parquet(path: Path, field: str) -> Iterator[Any]:
+def _parquet(path: Path, columns: list[str]) -> Iterator[Any]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         file = pyarrow.parquet.ParquetFile(path)
         names = file.schema_arrow.names
-        if field not in names:
-            raise FlexrollError(f"{path}: no column '{field}'; it has {', '.join(names)}; set prompts.field")
-        for batch in file.iter_batches(batch_size=1024, columns=[field]):
+        for name in columns:
+            if name not in names:
+                raise FlexrollError(f"{path}: no column '{name}'; it has {', '.join(names)}; set prompts.field")
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise FlexrollError(f"{path}: not a readable parquet file ({' '.join(str(error).split())[:120]})") from None

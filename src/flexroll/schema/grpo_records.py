@@ -91,6 +91,11 @@ class GrpoStep(Base):
 
     step: int = Field(ge=1)
     wall_s: float = Field(gt=0)
+    gap_s: float = Field(
+        0,
+        ge=0,
+        description="Since the step before, hashing of the base left out: the log, a checkpoint, the next data.",
+    )
     rollout_s: float = Field(ge=0)
     refresh_s: float = Field(0, ge=0, description="Bringing the adapter to the rollout engine.")
     reward_s: float = Field(ge=0)

@@ -1,6 +1,7 @@
 # `make demo` and `make test` need python3 (3.11 to 3.13), git, make and g++, and do all their own set-up.
 #   make demo [STACKS=torch2.11] [PROFILE=podman]    the whole pipeline on the embedded model, on a CPU
 #   make laboratory                 the same for every option, every failure and every other engine of the published work
+#   make grpo                       GRPO on every rollout backend, at the demo's size; results/grpo_demo/results.md
 #   make images [RUNTIME=podman] [VARIANT=cpu] [BASE=IMAGE]    build, test and record the container images
 #   make test                       all tests, in the driver environment and in every stack
 #   make stack STACK=torch2.11      install one stack;  make setup: the driver environment and all stacks
@@ -17,12 +18,12 @@ COMPILE := uv pip compile --quiet --universal --python-version 3.11 --generate-h
 ALONE := flock .cache/run.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help demo laboratory images test driver setup stack lock schema lint format plan clean distclean
+.PHONY: help demo laboratory grpo images test driver setup stack lock schema lint format plan clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
-demo laboratory:
+demo laboratory grpo:
 ifeq ($(PROFILE),native)
 	@$(SETUP) $(if $(STACKS),"$(STACKS)",--all)
 else
@@ -32,7 +33,7 @@ endif
 	@flock --nonblock .cache/run.lock true || echo "[$@] another run of this tree has not ended; waiting for it"
 	@$(ALONE) .venv/bin/snakemake --workflow-profile profiles/$(PROFILE) --nolock --cores all \
 	  --configfile workflow/presets/$@.yaml $(if $(STACKS),--config "stacks=$(STACKS)")
-	@echo "[$@] done: results/$@/results.md"
+	@echo "[$@] done: results/$$(sed -n 's/^run: //p' workflow/presets/$@.yaml)/results.md"
 
 images: driver
 	@.venv/bin/flexroll images $(if $(RUNTIME),--runtime "$(RUNTIME)") $(if $(VARIANT),--variant "$(VARIANT)") \

@@ -21,6 +21,7 @@ if not PUBLISHED:
     include: "workflow/rules/drift.smk"
     include: "workflow/rules/perplexity.smk"
     include: "workflow/rules/quality.smk"
+    include: "workflow/rules/grpo.smk"
 
 
 rule all:
@@ -32,6 +33,7 @@ rule all:
         MANIFESTS,
         DRIFT,
         QUALITY,
+        GRPO,
 
 
 # Not earlier: what needs no container (a dry run, a lint) needs no image either.

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import grpo_runs
 import synthetic
 from flexroll.analysis.model import Analysis
 from flexroll.analysis.run import analyse
@@ -16,6 +17,12 @@ from flexroll.schema.records import Range, Record, Telemetry
 REPORT = Path(__file__).parent.parent / "report"
 BEGIN = 1_767_225_600.0  # 2026-01-01 00:00 UTC
 SPEED = {"flex": 1.0, "vllm": 1.25, "transformers_generate": 0.05, "transformers_cb": 0.12, "unsloth": 0.2}
+TRAINING = {
+    "rewards": ["format"],
+    "seeds": [0, 1],
+    "sampling": "equivalence",
+    "backends": [{"backend": "flex"}, {"backend": "trl"}],
+}
 GAIN = {"page32": 1.04, "page128": 0.97, "eager": 0.4}
 
 
@@ -85,6 +92,7 @@ def build(results: Path, made: Config | None = None, make: Any = record, drift: 
     """Write a run and analyse it."""
     made = made or config()
     synthetic.write_run(results, made, make)
+    grpo_runs.write(results, made, lambda target: grpo_runs.record(target, made, gpu="NVIDIA H200"))
     if drift:
         synthetic.write_drift(results, "torch2.11")
     return analyse(made, results, REPORT / "claims.yaml")

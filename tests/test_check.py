@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+import grpo_runs
 import synthetic
 from flexroll import cli
 from flexroll.analysis.run import analyse
@@ -44,6 +45,13 @@ CONFIG: dict[str, Any] = {
     "repeats": {"sessions": 3, "rounds": 8},
     "drift": {"cycles": 3, "stacks": ["torch2.11"]},
     "quality": {"count": 4, "new_tokens": 8},
+    "grpo": {
+        "rewards": ["distinct"],
+        "steps": 6,
+        "sampling": "equivalence",
+        "reference": "flex",
+        "backends": [{"backend": "flex", "seeds": [0, 1, 2]}, {"backend": "vllm"}],
+    },
     "experiments": {
         "sweep": SMALL | {"title": "Sweep", "batches": [4, 8], "backends": [{"backend": "flex"}, {"backend": "vllm"}]},
         "lora": SMALL
@@ -111,6 +119,7 @@ def build(
     measured_on = synthetic.environment(gpu=truth.gpu)
     device = {"device": measured_on.device, "environment": measured_on}
     synthetic.write_quality(results, config, lambda target: synthetic.quality(target, config, **device))
+    grpo_runs.write(results, config, lambda target: grpo_runs.record(target, config, gpu=truth.gpu))
     analyse(config, results, ROOT / "report" / "claims.yaml", stacks)
     return config
 
@@ -278,6 +287,7 @@ IN_FILES: list[tuple[set[str], Callable[[Path], Any]]] = [
 # Faults with a test of their own below.
 ELSEWHERE = {
     *("analysis-schema", "reason-given", "no-stack-left-out", "same-work", "enough-sessions", "no-trend"),
+    *(name for name in CHECKS if name.startswith("grpo-")),  # in test_grpo_report.py
 }
 
 
@@ -344,10 +354,10 @@ def test_an_analysis_cut_in_half_is_a_finding_where_the_config_is_given(run: Pat
     cut(run / "analysis.json")
     report = judged(run, config)
     assert found(report, "error") == {"analysis-schema"}
-    assert found(report, "not applicable") == {"analysis-current", "quality-analysed"}
+    assert found(report, "not applicable") == {"analysis-current", "quality-analysed", "grpo-analysed"}
     (run / "analysis.json").unlink()
     report = judged(run, config)
-    lacking = {"analysis-schema", "analysis-current", "quality-analysed"}
+    lacking = {"analysis-schema", "analysis-current", "quality-analysed", "grpo-analysed"}
     assert report.passed and found(report, "not applicable") == lacking
 
 

@@ -19,10 +19,11 @@ from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order, remark
 from flexroll.schema.config import AdapterMode, BackendName, Config
 from flexroll.schema.export import config_schema
+from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.lengths import Lengths
 from flexroll.schema.load import known_stacks, load_config, parse_config
 
-PRESETS = ("demo", "smoke", "laboratory", "h200-engine", "h200-options")
+PRESETS = ("demo", "smoke", "laboratory", "grpo", "h200-engine", "h200-options", "h200-grpo", "h200-grpo-curves")
 CONFIGS = ["config.yaml", *(f"workflow/presets/{name}.yaml" for name in PRESETS)]
 
 
@@ -47,7 +48,9 @@ def experiment(**changes: Any) -> dict[str, Any]:
 def test_configs_of_the_tree_are_valid(root: Path, name: str) -> None:
     config = load_config(root / name, root)
     cells = expand(config)
-    assert len({cell.path for cell in cells}) == len(cells) > 0
+    trained = grpo_targets(config)
+    assert len({cell.path for cell in cells}) == len(cells) and len({t.name for t in trained}) == len(trained)
+    assert cells or trained
     assert sum(len(job.cells) for job in jobs(cells)) == len(cells)
     for job in jobs(cells):
         engines = {(c.stack, c.backend, c.engine_adapter, c.option, c.variant, c.session) for c in job.cells}

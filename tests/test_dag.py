@@ -27,6 +27,7 @@ import synthetic
 from flexroll import provenance
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Cell, expand, jobs, measuring_order
+from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.load import load_config
 from flexroll.schema.quality import targets
 from flexroll.schema.records import Record
@@ -457,6 +458,79 @@ def test_other_work_scores_everything_anew(scored: Path) -> None:
     plan = planned(scored)
     assert plan["quality"] == scored_names(scored) and plan["quality_reference"] == {"none", "adapter"}
     assert "quality_prompts" in plan and "bench" not in plan
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
+    """The finished demo with two seeds of GRPO on three rollout backends."""
+    tree = Path(shutil.copytree(fresh, tmp_path_factory.mktemp("trained") / "tree"))
+    uses = "[{backend: flex}, {backend: trl, stack: torch2.9.1}, {backend: vllm}]"
+    preset = tree / "workflow/presets/demo.yaml"
+    asked = f"rewards: [format], seeds: [0, 1], reference: trl, sampling: equivalence, backends: {uses}"
+    edit(preset, f"\ngrpo: {{{asked}}}\n")
+    return finish(tree)
+
+
+def trained_again(tmp_path: Path, trained: Path, change: Callable[[Path], None]) -> dict[str, set[str]]:
+    tree = Path(shutil.copytree(trained, tmp_path / "tree"))
+    change(tree)
+    return planned(tree)
+
+
+def trainings(tree: Path) -> set[str]:
+    return {target.name for target in grpo_targets(load_config(tree / "workflow/presets/demo.yaml"))}
+
+
+def test_one_job_trains_one_run(fresh: Path, trained: Path) -> None:
+    assert len(trainings(trained)) == 6
+    there = {path.stem for path in (trained / "results/demo/grpo").iterdir()}
+    assert there == trainings(trained) and (trained / "work/demo/grpo/questions.json").exists()
+    assert not {"grpo", "grpo_questions"} & set(planned(fresh))
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("src/flexroll/rl/rollouts/flex.py", "-flex-"),
+        ("src/flexroll/rl/trainer.py", ""),
+        ("containers/torch2.9.1/cpu.lock", "torch2.9.1-"),
+    ],
+)
+def test_what_a_run_is_made_of_trains_it_anew(tmp_path: Path, trained: Path, file: str, wanted: str) -> None:
+    change = "# a change\n" if file.endswith(".lock") else "\nCHANGED = 1\n"
+    plan = trained_again(tmp_path, trained, lambda tree: edit(tree / file, change))
+    assert plan["grpo"] == {name for name in trainings(trained) if wanted in name}
+    assert {"analyse", "report"} <= set(plan) and ("bench" in plan) == (file.endswith(".lock"))
+
+
+def test_what_judges_a_run_trains_none(tmp_path: Path, trained: Path) -> None:
+    def change(tree: Path) -> None:
+        change_demo(tree, "reference: trl", "reference: flex, kl_band: 0.5, reward_band: 0.5")
+        edit(tree / "src/flexroll/analysis/grpo.py", "\nCHANGED = 1\n")
+
+    assert set(trained_again(tmp_path, trained, change)) == {"analyse", "report"}
+
+
+def test_other_settings_train_everything_and_another_seed_one_more(tmp_path: Path, trained: Path) -> None:
+    plan = trained_again(tmp_path, trained, lambda tree: change_demo(tree, "seeds: [0, 1]", "seeds: [0, 1, 2]"))
+    assert {name[-5:] for name in plan["grpo"]} <= {"seed2", "seed0", "seed1"} and "bench" not in plan
+    assert {name for name in plan["grpo"] if name.endswith("seed2")} and "grpo_questions" not in plan
+
+
+def test_a_run_that_only_trains(fresh: Path) -> None:
+    plan = planned(fresh, "--config", "preset=grpo")
+    assert set(plan) == {"preflight", "model", "grpo_questions", "grpo", "analyse", "report"}
+    config = load_config(fresh / "workflow/presets/grpo.yaml")
+    assert plan["grpo"] == {target.name for target in grpo_targets(config)}
+
+
+def test_published_trainings_stay(tmp_path: Path, trained: Path) -> None:
+    def change(tree: Path) -> None:
+        (tree / "results/demo/PUBLISHED").touch()
+        shutil.rmtree(tree / "work")
+        edit(tree / "src/flexroll/rl/trainer.py", "\nCHANGED = 1\n")
+
+    assert set(trained_again(tmp_path, trained, change)) <= {"analyse", "report"}
 
 
 def test_published_scores_stay(scored: Path) -> None:

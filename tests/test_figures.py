@@ -53,7 +53,7 @@ SHAPE = {
 @pytest.fixture(scope="module")
 def five(tmp_path_factory: pytest.TempPathFactory) -> Analysis:
     """Five sessions of everything."""
-    return report_runs.build(tmp_path_factory.mktemp("five"))
+    return report_runs.build(tmp_path_factory.mktemp("five"), report_runs.config(grpo=report_runs.TRAINING))
 
 
 def one_cell(tmp_path: Path, make=report_runs.record, **changes) -> Analysis:

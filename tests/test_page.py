@@ -109,8 +109,13 @@ def nasty(made: Record) -> Record:
     return made.model_copy(update={"samples": samples})
 
 
-def config() -> Config:
-    return report_runs.config(3, title="A <b>run</b> & more")
+def config(**changes: Any) -> Config:
+    return report_runs.config(3, title="A <b>run</b> & more", **changes)
+
+
+def whole() -> Config:
+    """One that fills every section."""
+    return config(grpo=report_runs.TRAINING)
 
 
 def make(cell: Cell) -> Record:
@@ -126,7 +131,7 @@ def build(results: Path, made: Config, make_record: Any, drift: bool = True) -> 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return build(tmp_path_factory.mktemp("run"), config(), make)
+    return build(tmp_path_factory.mktemp("run"), whole(), make)
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +175,7 @@ def test_no_script_but_its_own_may_run(sound: Page) -> None:
 def test_same_bytes_every_time(run: Built, tmp_path: Path) -> None:
     first = run[1].read_bytes()
     assert page(run[1].parent, REPORT).read_bytes() == first
-    assert build(tmp_path, config(), make)[1].read_bytes() == first
+    assert build(tmp_path, whole(), make)[1].read_bytes() == first
 
 
 @pytest.mark.parametrize("make_record", [lambda cell: None, synthetic.skipped], ids=["missing", "skipped"])

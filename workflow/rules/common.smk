@@ -18,8 +18,10 @@ from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.bench.quality import own_model, quality_key, scored_config
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
+from flexroll.rl.run import grpo_key
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order
+from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.load import load_config
 from flexroll.schema.options import for_gpu_kernels
 from flexroll.schema.quality import job_of, targets
@@ -165,6 +167,8 @@ try:
     TARGETS = {target.name: target for target in targets(CONFIG, ONLY)}
     SCORED = f"work/{RUN}/quality" if own_model(CONFIG) else f"work/{RUN}"  # the model that is scored, and its prompts
     QUALITY_KEYS = {name: quality_key(ROOT, target, CONFIG, DEVICE) for name, target in TARGETS.items()}
+    TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
+    TRAINING_KEYS = {name: grpo_key(ROOT, target, CONFIG, DEVICE) for name, target in TRAININGS.items()}
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
     CODE = {
         name: provenance.source_hash(*modules, src=ROOT / "src")
@@ -172,6 +176,7 @@ try:
             "model": ["flexroll.bench.model"],
             "prompts": ["flexroll.bench.prompts"],
             "drift": ["flexroll.lora.drift"],
+            "grpo_questions": ["flexroll.rl.data"],
             "analyse": ["flexroll.analysis.run"],
             "report": ["flexroll.report.page"],
         }.items()
@@ -201,10 +206,12 @@ PREFLIGHT = f"work/{RUN}/preflight-{re.sub(r'[^A-Za-z0-9]+', '_', DEVICE)}.json"
 PUBLISHED = Path(f"results/{RUN}/PUBLISHED").exists()
 MANIFESTS = [f"results/{RUN}/raw/{name}/job.json" for name in JOBS]
 DRIFT = [f"results/{RUN}/drift/{stack}.json" for stack in CONFIG.drift.stacks if stack in STACKS]
-# Random weights write noise, which no model finds likely.
-PERPLEXITY = [f"results/{RUN}/perplexity/{stack}.json" for stack in STACKS if CONFIG.model.source != "random"]
+# Random weights write noise, which no model finds likely; what only trains has no sample of a cell.
+MEASURED = [stack for stack in STACKS if any(job.stack == stack for job in JOBS.values())]
+PERPLEXITY = [f"results/{RUN}/perplexity/{stack}.json" for stack in MEASURED if CONFIG.model.source != "random"]
 QUALITY = [f"results/{RUN}/{target.file}" for target in TARGETS.values()]
+GRPO = [f"results/{RUN}/{target.file}" for target in TRAININGS.values()]
 if PUBLISHED:
-    MANIFESTS, DRIFT, PERPLEXITY, QUALITY = (
-        [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY, QUALITY)
+    MANIFESTS, DRIFT, PERPLEXITY, QUALITY, GRPO = (
+        [path for path in paths if Path(path).exists()] for paths in (MANIFESTS, DRIFT, PERPLEXITY, QUALITY, GRPO)
     )

@@ -7,6 +7,7 @@ rule analyse:
         drift=DRIFT,
         perplexity=PERPLEXITY,
         quality=QUALITY,
+        grpo=GRPO,
         claims="report/claims.yaml",
     output:
         table=f"results/{RUN}/table.csv",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from flexroll.analysis.blocks import paired_ratio
-from flexroll.analysis.model import CellRow, DriftRow, Result, VerdictRow
+from flexroll.analysis.model import CellRow, DriftRow, GrpoRow, Result, VerdictRow
 from flexroll.analysis.pairs import Key, key_of
 from flexroll.errors import FlexrollError
 from flexroll.provenance import find_root
@@ -48,6 +48,7 @@ class Run:
     drift: list[DriftRow]
     left_out: list[str]
     sessions: dict[Key, list[CellRow]] = field(default_factory=dict)
+    grpo: list[GrpoRow] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,12 @@ def judge(claim: Claim, claims: ClaimsFile, run: Run) -> VerdictRow:
     if row.direction in ("more", "less") and row.published == 1:
         row.published = None  # an order of two, without a number
     try:
-        JUDGES[claim.kind](claim, claims, run, row)
+        if row.metric in TRAINING:
+            from flexroll.analysis.train_claims import judge_training  # it needs this module
+
+            judge_training(claim, claims, run, row)
+        else:
+            JUDGES[claim.kind](claim, claims, run, row)
     except NotRunError as error:
         row.verdict, row.reason = "not run", str(error)
     own = claim.own_source
@@ -321,8 +327,6 @@ def _drift_value(claim: AbsoluteClaim, claims: ClaimsFile, run: Run, row: Verdic
 
 
 def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
-    if claim.metric in TRAINING:
-        row.published = None  # nothing of a run stands beside it
     if claim.metric in DRIFT_FACTS:
         rows = _drifts(claim, run)
         if claim.metric == "peft_drifts":

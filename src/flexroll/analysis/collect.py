@@ -257,24 +257,26 @@ def _over(items: list[Any], name: str, function: Callable[[Any], Any]) -> Any:
     return function(values) if values else None
 
 
-def environments_by_stack(environments: list[Environment], stacks: list[str]) -> list[EnvironmentRow]:
-    """Distinct values of what a stack's cells ran in, for every stack that has a record."""
+def environments_by_stack(
+    environments: list[Environment], stacks: list[str], trained: Iterable[Environment] = ()
+) -> list[EnvironmentRow]:
+    """Distinct values of what a stack's cells, and its training runs, ran in, for every stack that has a record."""
     rows = []
     for stack in stacks:
-        own = [e for e in environments if e.stack == stack]
-        if own:
-            rows.append(_environment(stack, own))
+        own, more = ([e for e in found if e.stack == stack] for found in (environments, trained))
+        if own or more:
+            rows.append(_environment(stack, [*own, *more], cells=len(own)))
     return rows
 
 
-def _environment(stack: str, own: list[Environment]) -> EnvironmentRow:
+def _environment(stack: str, own: list[Environment], cells: int) -> EnvironmentRow:
     def distinct(value: Callable[[Environment], Any]) -> list[str]:
         return sorted({str(value(e)) for e in own if value(e) is not None})
 
     names = sorted({name for e in own for name in e.packages})
     return EnvironmentRow(
         stack=stack,
-        cells=len(own),
+        cells=cells,
         image=distinct(lambda e: e.image),
         python=distinct(lambda e: e.python),
         platform=distinct(lambda e: e.platform),

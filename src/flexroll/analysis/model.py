@@ -271,6 +271,140 @@ class QualityRow(Base):
     file: str
 
 
+class GrpoRun(Base):
+    """One training run, whatever became of it. Means are over the measured steps, those after skip_steps.
+
+    wall_s, reward, kl, tokens: of each step done, in order. seconds: mean of each part of a step, `other` included, of
+    which the mean step is the sum. step_s: median. tps: completion tokens over the seconds waited for them. peak_bytes:
+    of the trainer's process; device_bytes: of the device, by everything. rewards_in_range: None where none was told.
+    file: relative to the run's folder.
+    """
+
+    seed: int
+    status: Status
+    reason: str = ""
+    file: str
+    asked: int
+    wall_s: list[float] = []
+    tokens: list[int] = []
+    reward: list[float | None] = []
+    kl: list[float | None] = []
+    seconds: dict[str, float] = {}
+    start_s: float | None = None
+    train_s: float | None = None
+    step_s: float | None = None
+    tps: float | None = None
+    weights_bytes: int | None = None
+    kv_bytes: int | None = None
+    peak_bytes: int | None = None
+    device_bytes: int | None = None
+    logprob_difference: float | None = None
+    importance_ratio: float | None = None
+    losses_finite: bool | None = None
+    rewards_in_range: bool | None = None
+    coherent: bool | None = None
+    base_identical: bool | None = None
+    graphs: int | None = None
+    graph_breaks: int | None = None
+    recompiles: int | None = None
+    resumed: int = 0
+    notes: list[str] = []
+    faults: list[str] = []
+    device: str | None = None
+    device_uuid: str | None = None
+    on_gpu: bool | None = None
+
+
+class Equivalence(Base):
+    """Whether a mean over the measured steps is the reference's, within +-band: two one-sided tests at 5 %, which is a
+    90 % interval of the difference inside the band.
+
+    difference: own mean less the reference's; low, high: that interval over seeds, None where they are too few. n: of
+    the seeds, or pairs of them, behind it. paired: by seed; else Welch's.
+    """
+
+    band: float
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    paired: bool = False
+    verdict: Literal["equivalent", "different", "cannot be told"] = "cannot be told"
+    reason: str = ""
+
+
+class Share(Base):
+    """A ratio to vLLM's, with its 95 % interval over seeds or, where those are too few, over steps of one number."""
+
+    ratio: float
+    low: float | None = None
+    high: float | None = None
+    over: Literal["seeds", "steps", ""] = ""
+    n: int = 0
+
+
+class GrpoRow(Base):
+    """A rollout backend in one form, its runs over all seeds. Numbers are medians over the runs that are ok, peaks the
+    most. reward, kl: mean over seeds of the runs' means; *_spread: sd between seeds.
+
+    reference, baseline: whether others are held against it in what it learns, in what it costs. speed: vLLM's step time
+    over its own; memory: its memory on the device over vLLM's. kl_test, reward_test: against the reference; None for
+    itself, and of KL where none is logged. gate: None where it cannot be told; why says in words what decided.
+    """
+
+    stack: str
+    backend: str
+    option: str
+    compile_mode: str | None = None
+    pool: str = "kept"
+    form: str
+    status: Status
+    reason: str = ""
+    reference: bool = False
+    baseline: bool = False
+    runs: list[GrpoRun]
+    train_s: float | None = None
+    step_s: float | None = None
+    seconds: dict[str, float] = {}
+    tps: float | None = None
+    peak_bytes: int | None = None
+    device_bytes: int | None = None
+    reward: float | None = None
+    reward_spread: float | None = None
+    kl: float | None = None
+    kl_spread: float | None = None
+    logprob_difference: float | None = None
+    speed: Share | None = None
+    memory: Share | None = None
+    kl_test: Equivalence | None = None
+    reward_test: Equivalence | None = None
+    gate: bool | None = None
+    why: str = ""
+
+    @property
+    def ok(self) -> list[GrpoRun]:
+        return [run for run in self.runs if run.status == "ok"]
+
+    @property
+    def devices(self) -> list[str]:
+        return sorted({run.device for run in self.ok if run.device})
+
+    @property
+    def on_gpu(self) -> bool:
+        return bool(self.ok) and all(run.on_gpu for run in self.ok)
+
+
+class PublishedTraining(Base):
+    """A published number of one training run: of which rollout backends (the first that was run counts), and which."""
+
+    claim: str
+    source: int
+    section: str
+    backends: list[str]
+    metric: str
+    value: float
+
+
 class VerdictRow(Base):
     """A claim and what became of it. measured, low, high in `unit`'s base (a fraction for %); computed: from the
     source's own numbers. gpu: what the claim holds for. direction: how measured must lie to published, '' without a
@@ -300,8 +434,8 @@ class VerdictRow(Base):
 
 
 class Analysis(Base):
-    """config: the validated config as JSON. quality: [] where the config asks for none. left_out: stacks of the matrix
-    that this run was told to leave out.
+    """config: the validated config as JSON. quality, grpo: [] where the config asks for none. left_out: stacks of the
+    matrix that this run was told to leave out.
     unlisted: raw files that belong to no cell of the config. unscored: why a stack's samples have no perplexity."""
 
     schema_version: int = 1
@@ -314,6 +448,8 @@ class Analysis(Base):
     environments: list[EnvironmentRow]
     drift: list[DriftRow]
     quality: list[QualityRow] = []
+    grpo: list[GrpoRow] = []
+    published_training: list[PublishedTraining] = []
     verdicts: list[VerdictRow]
     published: list[Published]
     published_gpu: str

@@ -11,9 +11,12 @@ from pydantic import ValidationError
 from flexroll.analysis import claims as verdicts
 from flexroll.analysis import collect
 from flexroll.analysis.drift import read_drift
+from flexroll.analysis.grpo import read_grpos
+from flexroll.analysis.grpo import unlisted as unlisted_grpo
 from flexroll.analysis.model import Analysis
 from flexroll.analysis.pairs import make_pairs, sessions_by_key
 from flexroll.analysis.quality import read_qualities
+from flexroll.analysis.train_claims import published_training
 from flexroll.errors import FlexrollError
 from flexroll.schema.claims import load_claims
 from flexroll.schema.config import Config
@@ -41,8 +44,10 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
     rows, environments = collect.collect(config, results_dir, chosen)
     results = collect.combine(rows, config)
     drift = read_drift(config, results_dir, chosen)
+    grpo, of_grpo = read_grpos(config, results_dir, chosen)
     left_out = [stack for stack in config.stacks if stack not in chosen]
-    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions_by_key(rows))
+    sessions = sessions_by_key(rows)
+    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions, grpo=grpo)
     analysis = Analysis(
         config=config.model_dump(mode="json"),
         stacks=chosen,
@@ -50,15 +55,17 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         cells=rows,
         results=results,
         pairs=make_pairs(results, rows),
-        environments=collect.environments_by_stack(environments, chosen),
+        environments=collect.environments_by_stack(environments, chosen, of_grpo),
         drift=drift,
         quality=read_qualities(config, results_dir, chosen),
+        grpo=grpo,
+        published_training=published_training(claims) if grpo and claims.about_model(config.model.name) else [],
         verdicts=verdicts.judge_all(claims, run),
         published=claims.published,
         published_gpu=claims.gpu,
         published_model=claims.model,
         sources=claims.sources,
-        unlisted=collect.unlisted(config, results_dir),
+        unlisted=[*collect.unlisted(config, results_dir), *unlisted_grpo(config, results_dir)],
         unscored=collect.read_perplexities(results_dir, chosen)[1],
     )
     write_json(results_dir / "table.csv", collect.table(rows).to_csv(index=False, lineterminator="\n"))

@@ -110,10 +110,10 @@ def tokens_per_s(cell: Cell, on_gpu: bool) -> float:
     eager = cell.backend == "flex" and cell.option_values.get("compile") is False
     special = f"{cell.backend}/{'eager' if eager else cell.adapter}"
     points = table.get(cell.backend) or {32: 100.0}
-    speed = _interpolate(points, cell.running)
+    speed = interpolate(points, cell.running)
     if special in table:  # scale the backend's curve so that it passes through the special form's own point
         batch, known = next(iter(table[special].items()))
-        speed *= known / _interpolate(points, batch)
+        speed *= known / interpolate(points, batch)
     return speed
 
 
@@ -142,7 +142,7 @@ def _model_config(config: Config, root: Path) -> dict[str, Any] | None:
     return architecture.read_shape(root / (config.model.path or Path("models") / config.model.name))
 
 
-def _interpolate(points: dict[int, float], batch: int) -> float:
+def interpolate(points: dict[int, float], batch: int) -> float:
     """Power law between neighbours; beyond the ends in proportion to the batch below, flat above."""
     known = sorted(points)
     if batch <= known[0]:

@@ -14,6 +14,7 @@ from flexroll.schema.cells import Cell, Job
 from flexroll.schema.records import MANIFEST
 
 SCHEMA, COMPLETENESS = "schema", "completeness"
+FOLDERS = ("raw", "drift", "quality", "grpo")
 # What the report prints of a cell. The rest of a row may grow with the program.
 TOLD = ("status", "n", "tps_median", "tps_best", "decode_tps_median", "memory", "prompts_sha256", "device_uuid")
 
@@ -29,7 +30,7 @@ ENDED = Over(
 
 
 def _files(run: Run) -> list[str]:
-    paths = (p for folder in ("raw", "drift", "quality") for p in (run.results / folder).rglob("*") if not p.is_dir())
+    paths = (p for folder in FOLDERS for p in (run.results / folder).rglob("*") if not p.is_dir())
     return sorted(p.relative_to(run.results).as_posix() for p in paths)
 
 

@@ -12,7 +12,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flexroll.check import files, noise, plausibility, provenance, quality, work  # noqa: F401  they register their checks
+from flexroll.check import (  # noqa: F401  they register their checks
+    files,
+    grpo,
+    noise,
+    plausibility,
+    provenance,
+    quality,
+    work,
+)
 from flexroll.check.registry import CHECKS, GROUPS, Check, Finding, Severity, error
 from flexroll.check.submission import Run, load
 from flexroll.errors import FlexrollError, one_line

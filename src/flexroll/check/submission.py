@@ -13,19 +13,21 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flexroll.analysis.collect import IDENTITY, collect
 from flexroll.analysis.drift import read_drift
-from flexroll.analysis.model import Analysis, CellRow, DriftRow, QualityRow
+from flexroll.analysis.grpo import read_grpos
+from flexroll.analysis.model import Analysis, CellRow, DriftRow, GrpoRow, QualityRow
 from flexroll.analysis.quality import read_qualities
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError, one_line
 from flexroll.schema import architecture
 from flexroll.schema.cells import Cell, Job, expand, jobs
 from flexroll.schema.config import Config
+from flexroll.schema.grpo_records import GrpoRecord, GrpoTarget, grpo_targets, read_grpo
 from flexroll.schema.load import load_config, parse_config
 from flexroll.schema.quality import QualityRecord, Target, read_quality, targets
 from flexroll.schema.records import MANIFEST, Record, read_record
 
 Key = TypeVar("Key", bound=Hashable)
-Kept = TypeVar("Kept", Record, QualityRecord)
+Kept = TypeVar("Kept", Record, QualityRecord, GrpoRecord)
 
 
 class ManifestCell(BaseModel):
@@ -56,8 +58,8 @@ class Held:
 
 @dataclass
 class Run:
-    """results/<run>. records, manifests, qualities: by file relative to it; the reason in one line where one cannot be
-    read.
+    """results/<run>. records, manifests, qualities, trained: by file relative to it; the reason in one line where one
+    cannot be read.
 
     analysis: None where there is none, or where it cannot be read and analysis_error says why. stacks: those that the
     run was to measure. architecture: the model's config.json, None where it is not here or no known decoder's.
@@ -71,6 +73,7 @@ class Run:
     records: dict[str, Record | str] = field(default_factory=dict)
     manifests: dict[str, Manifest | str] = field(default_factory=dict)
     qualities: dict[str, QualityRecord | str] = field(default_factory=dict)
+    trained: dict[str, GrpoRecord | str] = field(default_factory=dict)
     architecture: dict[str, Any] | None = None
 
     @cached_property
@@ -90,7 +93,7 @@ class Run:
             {f"raw/{cell.path}" for cell in cells}
             | manifests
             | {f"drift/{s}.json" for s in self.config.drift.stacks}
-            | {target.file for target in targets(self.config)}
+            | {target.file for target in (*targets(self.config), *grpo_targets(self.config))}
         )
 
     @cached_property
@@ -102,6 +105,16 @@ class Run:
     def quality(self) -> list[QualityRow]:
         """Of each of them, as `flexroll analyse` would read them now."""
         return read_qualities(self.config, self.results, self.stacks)
+
+    @cached_property
+    def trainings(self) -> list[GrpoTarget]:
+        """GRPO runs that the config asks for."""
+        return grpo_targets(self.config, self.stacks)
+
+    @cached_property
+    def grpo(self) -> list[GrpoRow]:
+        """Of each form of them, as `flexroll analyse` would read them now."""
+        return read_grpos(self.config, self.results, self.stacks)[0]
 
     @cached_property
     def rows(self) -> list[CellRow]:
@@ -174,6 +187,8 @@ def load(results: Path, config: Path | None = None, root: Path | None = None) ->
             run.records[file] = _read(path, read_record)
     for path in sorted(results.glob("quality/*.json")):
         run.qualities[path.relative_to(results).as_posix()] = _read(path, read_quality)
+    for path in sorted(results.glob("grpo/*.json")):
+        run.trained[path.relative_to(results).as_posix()] = _read(path, read_grpo)
     return run
 
 

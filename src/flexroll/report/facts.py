@@ -20,7 +20,11 @@ def summary(analysis: Analysis) -> list[str]:
     count = Counter(row.status for row in analysis.cells)
     states = [f"{count[s]} {s}" for s in ("ok", "failed", "skipped", "missing", "unreadable") if count[s]]
     sentences = [f"{text.plural(len(analysis.cells), 'cell')} in this run: {', '.join(states) or 'none'}."]
-    devices = sorted({device for result in analysis.results for device in result.devices})
+    trained = [run for row in analysis.grpo for run in row.runs]
+    if trained:
+        ended = f"{sum(run.status == 'ok' for run in trained)} of {text.plural(len(trained), 'GRPO run')} ended well."
+        sentences = [*(sentences if analysis.cells else []), ended]
+    devices = sorted({device for row in (*analysis.results, *analysis.grpo) for device in row.devices})
     model = analysis.config["model"]
     if devices:
         sentences.append(

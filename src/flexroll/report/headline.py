@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from flexroll.analysis.model import Analysis, Comparison, Pair, Result
 from flexroll.analysis.pairs import key_of
-from flexroll.report import text
+from flexroll.report import grpo, text
 from flexroll.report.roofline import rooflines
 from flexroll.schema.claims import OWN_SOURCE, VERDICTS
 
@@ -32,7 +32,7 @@ def cards(analysis: Analysis) -> list[Card]:
     found = [_ratio(pair, results) for pair in pairs]
     found += [*([] if found else _fastest(analysis)), *_floor(analysis)]
     found += [card for pair in pairs[:1] if (card := _memory(results[key_of(pair.over)], results[key_of(pair.under)]))]
-    return [*found, *_drift(analysis), *_claims(analysis), _cells(analysis)]
+    return [*found, *_training(analysis), *_drift(analysis), *_claims(analysis), *_cells(analysis)]
 
 
 def _largest(analysis: Analysis, results: dict[tuple[object, ...], Result], section: str) -> Pair | None:
@@ -98,6 +98,22 @@ def _memory(ours: Result, theirs: Result) -> Card | None:
     )
 
 
+def _training(analysis: Analysis) -> Iterator[Card]:
+    """How fast flex trains against vLLM, and how many forms pass the gate."""
+    flex = [row for row in analysis.grpo if row.backend == "flex" and row.speed is not None]
+    if flex:
+        row = flex[0]
+        detail = f"{grpo.label(row)} {text.significant(row.step_s)} s a step; {grpo.share(row.speed)}"
+        yield Card(f"{text.significant(row.speed.ratio)}×", "vLLM's speed of training (GRPO steps)", detail)
+    ran = [row for row in analysis.grpo if row.ok]
+    if ran:
+        failed = [grpo.label(row) for row in ran if row.gate is False]
+        detail = f"fails on {text.listed(failed)}" if failed else f"{sum(len(row.ok) for row in ran)} runs"
+        passed = sum(row.gate is True for row in ran)
+        tone = "bad" if failed else "good" if passed == len(ran) else ""
+        yield Card(f"{passed} of {len(ran)}", "rollout backends pass GRPO's coherence gate", detail, tone)
+
+
 def _drift(analysis: Analysis) -> Iterator[Card]:
     told = [d for d in analysis.drift if d.status == "ok" and d.base_identical is not None]
     if not told:
@@ -123,10 +139,12 @@ def _claims(analysis: Analysis) -> Iterator[Card]:
         yield Card(f"{count['reproduced']} of {judged}", "judged published claims are reproduced", others)
 
 
-def _cells(analysis: Analysis) -> Card:
+def _cells(analysis: Analysis) -> Iterator[Card]:
+    if not analysis.cells:
+        return
     count = Counter(c.status for c in analysis.cells)
     others = [f"{count[s]} {s}" for s in ("failed", "skipped", "missing", "unreadable") if count[s]]
     flagged = sum(c.rounds_flagged for c in analysis.cells)
     rounds = text.plural(sum(c.n for c in analysis.cells), "measured round")
     detail = ", ".join([*others, rounds, *([f"{flagged} of them flagged"] if flagged else [])])
-    return Card(f"{count['ok']} of {len(analysis.cells)}", "cells have a result", detail)
+    yield Card(f"{count['ok']} of {len(analysis.cells)}", "cells have a result", detail)

@@ -11,7 +11,19 @@ from typing import Any
 from flexroll.analysis.model import Analysis, Result, VerdictRow
 from flexroll.analysis.run import read_analysis
 from flexroll.errors import FlexrollError
-from flexroll.report import drift, facts, lora, measured, memory, quality, samples, sentences, text
+from flexroll.report import (
+    drift,
+    facts,
+    grpo,
+    grpo_sentences,
+    lora,
+    measured,
+    memory,
+    quality,
+    samples,
+    sentences,
+    text,
+)
 from flexroll.report.figures import ALT, captions, draw_all
 from flexroll.report.sections import SECTIONS
 from flexroll.report.text import Table
@@ -62,7 +74,8 @@ def _fill(template_dir: Path, values: dict[str, Any]) -> str:
 
 def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> dict[str, Any]:
     """Every value the template may use."""
-    found = (path for folder in ("raw", "drift", "quality", "sbom") for path in results_dir.glob(f"{folder}/**/*.json"))
+    folders = ("raw", "drift", "quality", "grpo", "sbom")
+    found = (path for folder in folders for path in results_dir.glob(f"{folder}/**/*.json"))
     existing = {path.relative_to(results_dir).as_posix() for path in found}
     topics: dict[str, list[VerdictRow]] = {}
     for verdict in analysis.verdicts:
@@ -97,6 +110,7 @@ def context(analysis: Analysis, results_dir: Path, figures: dict[str, str]) -> d
         "tried": measured.options_table(analysis, existing, "tried"),
         "quality": quality.quality_table(analysis, existing),
         "quality_says": quality.says(analysis),
+        "training": _training(analysis, results_dir, existing),
         "sentences": {
             "options": sentences.of_options(analysis),
             "tried": sentences.of_options(analysis, "tried"),
@@ -137,6 +151,22 @@ def _lora(analysis: Analysis, existing: set[str]) -> list[tuple[str, str, Table,
         if own:
             tables.append((name, experiment["title"], lora.table(own, analysis, existing), lora.says(own)))
     return tables
+
+
+def _training(analysis: Analysis, results_dir: Path, existing: set[str]) -> dict[str, Any] | None:
+    """The section about GRPO; None where nothing is to be trained."""
+    if not analysis.grpo:
+        return None
+    completions = grpo.completions(analysis, results_dir)
+    return {
+        "title": grpo.TITLE,
+        "costs": grpo.cost_table(analysis, existing),
+        "learning": grpo.learning_table(analysis),
+        "published": grpo.published_table(analysis),
+        "says": grpo_sentences.says(analysis),
+        "remarks": grpo_sentences.remarks(analysis),
+        "samples": {prompt: samples.grouped(items) for prompt, items in completions.items()},
+    }
 
 
 def _why(results: list[Result]) -> str:

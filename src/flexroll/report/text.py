@@ -94,6 +94,8 @@ FACTS = {
     "peft_drifts": ("drifts", "does not drift"),
     "coherent": ("coherent", "broken text"),
     "fails": ("fails", "runs"),
+    "losses_finite": ("finite", "not finite"),
+    "rewards_expected": ("in range", "out of range"),
 }
 
 

@@ -63,6 +63,7 @@ def _with_options(data: dict[str, Any], path: Path) -> Config:
     config = parse_config({**data, "options": shared | own}, str(path))
     used = {option for e in config.experiments.values() for use in e.backends for option in use.options}
     used |= {config.quality.baseline} if config.quality else set()
+    used |= {use.option for use in config.grpo.backends} if config.grpo else set()
     kept = {key: value for key, value in config.options.items() if key in used | own.keys()}
     return config.model_copy(update={"options": kept})
 

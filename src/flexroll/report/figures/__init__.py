@@ -10,7 +10,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from flexroll.analysis.model import Analysis
-from flexroll.report.figures import drift, memory, memory_parts, options, ratio, roofline, rounds, throughput, workloads
+from flexroll.report.figures import (
+    drift,
+    grpo,
+    memory,
+    memory_parts,
+    options,
+    ratio,
+    roofline,
+    rounds,
+    throughput,
+    workloads,
+)
 from flexroll.report.figures.captions import ALT, captions
 from flexroll.report.figures.style import save, style
 
@@ -26,6 +37,8 @@ DRAW = {
     "options": options.draw,
     "rounds": rounds.draw,
     "drift": drift.draw,
+    "grpo_curves": grpo.draw_curves,
+    "grpo_steps": grpo.draw_steps,
 }
 
 

@@ -19,6 +19,8 @@ ALT = {
     "options": "gain of every option",
     "rounds": "rounds over time",
     "drift": "drift per cycle",
+    "grpo_curves": "reward and KL over training steps",
+    "grpo_steps": "where the seconds of a training step go",
 }
 BARS = {
     "interval": " Bars are 95 % intervals over sessions.",
@@ -54,6 +56,14 @@ def captions(analysis: Analysis, drawn: Iterable[str]) -> dict[str, str]:
         "drift": lambda: (
             "Base weights after each cycle: the refresh, which never writes them, beside PEFT's merge and unmerge on "
             "one copy."
+        ),
+        "grpo_curves": lambda: (
+            "Reward and KL to the base model over training steps: the mean over seeds, the band from the least to the "
+            "most of them. Steps on a grey ground are left out of all means and medians."
+        ),
+        "grpo_steps": lambda: (
+            "Where the seconds of a training step go, mean of the measured steps over all seeds. Loss holds its log "
+            "probabilities and the backward pass, other the trainer's own work."
         ),
     }
     return {name: makers[name]() for name in drawn if name in makers}

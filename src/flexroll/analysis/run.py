@@ -42,7 +42,9 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
     results = collect.combine(rows, config)
     drift = read_drift(config, results_dir, chosen)
     left_out = [stack for stack in config.stacks if stack not in chosen]
-    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions_by_key(rows))
+    quality = read_qualities(config, results_dir, chosen)
+    sessions = sessions_by_key(rows)
+    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions, quality)
     analysis = Analysis(
         config=config.model_dump(mode="json"),
         stacks=chosen,
@@ -52,7 +54,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         pairs=make_pairs(results, rows),
         environments=collect.environments_by_stack(environments, chosen),
         drift=drift,
-        quality=read_qualities(config, results_dir, chosen),
+        quality=quality,
         verdicts=verdicts.judge_all(claims, run),
         published=claims.published,
         published_gpu=claims.gpu,

@@ -94,6 +94,7 @@ FACTS = {
     "peft_drifts": ("drifts", "does not drift"),
     "coherent": ("coherent", "broken text"),
     "fails": ("fails", "runs"),
+    "admissible": ("admissible", "not admissible"),
 }
 
 

@@ -224,7 +224,8 @@ def skipped(cell: Cell, reason: str = "needs a GPU") -> Record:
 
 
 def quality(target: Target, config: Config, **changes: Any) -> QualityRecord:
-    """A quality record as `flexroll quality` writes it: a divergence at a near-tie, and a KL a little off 1e-4."""
+    """A quality record as `flexroll quality` writes it: a divergence at a near-tie, and a KL a little off 1e-4, every
+    sequence's where kl_sequences are not given."""
     asked = config.quality
     assert asked is not None
     model, whole = asked.model or config.model, target.backend in ("flex", "transformers_generate")
@@ -248,7 +249,11 @@ def quality(target: Target, config: Config, **changes: Any) -> QualityRecord:
         "key": "f" * 64,
     }
     identity = {name: getattr(target, name) for name in ("stack", "backend", "adapter", "option", "option_values")}
-    return QualityRecord.model_validate(identity | values | changes)
+    made = identity | values | changes
+    if made["kl"] is not None:
+        made.setdefault("kl_sequences", [made["kl"]] * made["prompts"])
+        made.setdefault("sequence_tokens", [asked.new_tokens] * made["prompts"])
+    return QualityRecord.model_validate(made)
 
 
 def write_quality(results: Path, config: Config, make: Callable[[Target], QualityRecord | None]) -> None:

@@ -16,7 +16,9 @@ import pytest
 from flexroll.bench import job as job_module
 from flexroll.bench import memory as memory_module
 from flexroll.bench import process as worker_process
+from flexroll.bench import quality as quality_module
 from flexroll.bench import supervisor
+from flexroll.bench.availability import cannot_run
 from flexroll.bench.coherence import judge, longest_repeat, nonprintable_share
 from flexroll.bench.inputs import find_job
 from flexroll.bench.job import bench, warmup
@@ -27,6 +29,7 @@ from flexroll.bench.worker import check_counts, prompts_of_round
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import expand
 from flexroll.schema.load import parse_config
+from flexroll.schema.quality import read_quality
 from flexroll.schema.records import Round, read_record
 
 FAKE = Path(__file__).with_name("fake_backend.py")
@@ -364,6 +367,89 @@ def test_plan_counts_cells_and_estimates(tree):
     twice = make_plan(parse_config(config_data(repeats={"rounds": 4, "warmup_rounds": 1})), tree.root)
     assert twice.hours > plan.hours
     assert make_plan(config, tree.root, ["other"]).cells == []
+
+
+def test_plan_tells_steps_scoring_and_the_shard(tree):
+    shape = {
+        **{"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100, "head_dim": 32},
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True},
+    }
+    (tree.root / "model" / "config.json").write_text(json.dumps(shape))
+
+    def plan(*options, **changes):
+        use = {"backend": "flex", "options": ["default", *options]}
+        named = {"packed": {"flex": {"four_bit": "shard"}}, "replayed": {"flex": {"replay": "plain"}}}
+        return make_plan(
+            parse_config(config_data(options=named, experiments=experiments(backends=[use]), **changes)), tree.root
+        )
+
+    plain, packed = plan(), plan("packed")
+    assert plain.shard_gb == 0 and not {"quantise", "autotune", "quality"} & set(plain.steps)
+    assert packed.steps["quantise"] == 1 and packed.hours > plain.hours
+    assert packed.disk_gb - plain.disk_gb == pytest.approx(packed.shard_gb)
+    # Embeddings and norms in bf16; products of a layer: q, k, v, o, gate, up, down.
+    products = 2 * 64 * (128 + 64 + 64 + 128 + 3 * 128)
+    dense = 64 * 100 + 64 + 2 * (2 * 64 + 2 * 32)
+    assert packed.shard_gb * 1e9 == pytest.approx(products * (0.5 + 4 / 64) + dense * 2)
+    kept = plan("packed", four_bit={"skip": ["lm_head", "model.layers.0.self_attn"]})
+    attention = 64 * (128 + 64 + 64 + 128)
+    assert kept.shard_gb * 1e9 == pytest.approx(packed.shard_gb * 1e9 + attention * (2 - 0.5 - 4 / 64))
+    assert plan("replayed").steps["autotune"] == 1
+    scored = plan("packed", quality={"count": 4, "new_tokens": 8})
+    assert scored.steps["quality"] == 2 and scored.steps["quality_reference"] == 1
+    assert scored.hours > packed.hours and scored.disk_gb == packed.disk_gb
+    assert sum(scored.steps.values()) == sum(packed.steps.values()) + 3
+
+
+@pytest.mark.parametrize(
+    ("backend", "values", "reason"),
+    [
+        ("flex", {"decode_kernel_options": {"num_warps": 4}}, "kernel options are those of GPU kernels"),
+        ("flex", {"attention": "triton"}, "the paged kernels need a GPU"),
+        ("unsloth", {}, "Unsloth needs a CUDA GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_skipped_without_a_process(tree, monkeypatch, backend, values, reason):
+    monkeypatch.setattr(worker_process, "start_worker", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(job_module, "device_class", lambda: "cpu")
+    use = {"backend": backend, "options": ["it"]}
+    config = parse_config(config_data(options={"it": {backend: values}}, experiments=experiments(backends=[use])))
+    name = f"s-{backend}-none-it-s1"
+    out = tree.raw / name / "job.json"
+    bench(config, name, work=tree.work, raw=tree.raw, out=out, root=tree.root, stack="s")
+    cells = json.loads(out.read_text())["cells"]
+    assert {cell["status"] for cell in cells.values()} == {"skipped"} and len(cells) == 3
+    records = [read_record(out.parent / file) for file in cells]
+    assert all(reason in record.reason and record.environment is not None for record in records)
+    assert records[0].reason in (tree.results / records[0].log).read_text()
+    warmup(config, name, work=tree.work, out=tree.work / "warmup.json", root=tree.root)
+    assert json.loads((tree.work / "warmup.json").read_text())["reason"] == records[0].reason
+
+
+def test_what_cannot_run_here_is_scored_without_a_process(tree, monkeypatch):
+    monkeypatch.setattr(worker_process, "start_worker", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr(quality_module, "device_class", lambda: "cpu")
+    use = {"backend": "flex", "options": ["it"]}
+    named = {"it": {"flex": {"prefill_kernel_options": {"num_warps": 4}}}}
+    scoring = {"count": 4, "new_tokens": 8}
+    config = parse_config(config_data(options=named, experiments=experiments(backends=[use]), quality=scoring))
+    (tree.work / "quality").mkdir()
+    (tree.work / "quality" / "reference-none.safetensors").touch()
+    out = tree.results / "quality" / "s-flex-none-it.json"
+    quality_module.quality(config, "s-flex-none-it", work=tree.work, out=out, root=tree.root, stack="s")
+    record = read_quality(out)
+    assert record.status == "skipped" and record.reason.startswith("prefill_kernel_options: ")
+    assert record.reason in (tree.results / record.log).read_text()
+
+
+def test_what_may_run_here_is_left_to_the_worker():
+    spec = {name: None for name in ("model", "adapter", "merged", "shard", "replay")} | {
+        **{"model": "m", "adapter_mode": "none", "dtype": "bfloat16", "device": "cuda", "max_batch": 1},
+        **{"max_model_len": 64, "seed": 0, "option": {"decode_kernel_options": {"num_warps": 4}}},
+    }
+    assert cannot_run("flex", spec) is None
+    assert cannot_run("flex", spec | {"device": "cpu"}) is not None
+    assert cannot_run("no_file.py:Engine", spec | {"device": "cpu"}) is None
 
 
 def alive(pid: int) -> bool:

@@ -245,6 +245,15 @@ def swap(results: Path) -> None:
 
 MANIFEST = Path("raw", FIRST).parent / "job.json"
 SCORED = "quality/torch2.11-flex-none-default.json"
+
+
+def fewer(data: dict[str, Any]) -> None:
+    """One prompt less in a quality record, of which all else still adds up."""
+    data["tokens"] -= data["sequence_tokens"].pop()
+    data["kl_sequences"].pop()
+    data["prompts"] -= 1
+
+
 # Faults in a run's folder afterwards, and all checks that must find them.
 IN_FILES: list[tuple[set[str], Callable[[Path], Any]]] = [
     ({"record-schema", "job-manifest", "analysis-current"}, lambda r: cut(r / "raw" / FIRST)),
@@ -273,10 +282,22 @@ IN_FILES: list[tuple[set[str], Callable[[Path], Any]]] = [
     ({"quality-recorded", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(option="page32"))),
     ({"quality-recorded", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(status="failed"))),
     ({"quality-as-configured"}, lambda r: edited(r / SCORED, lambda d: d["option_values"].update(page_size=32))),
-    ({"quality-as-configured"}, lambda r: edited(r / SCORED, lambda d: d.update(model="another"))),
-    ({"quality-as-configured", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(prompts=3))),
+    ({"quality-as-configured", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(model="another"))),
+    ({"quality-as-configured", "quality-analysed"}, lambda r: edited(r / SCORED, fewer)),
+    ({"quality-schema", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(kl_sequences=[]))),
+    (
+        {"quality-adds-up"},
+        lambda r: edited(r / SCORED, lambda d: d["kl_sequences"].append(d["kl_sequences"].pop() * 2)),
+    ),
+    (
+        {"quality-adds-up"},
+        lambda r: edited(r / SCORED, lambda d: d["sequence_tokens"].append(d["sequence_tokens"].pop() - 1)),
+    ),
+    ({"quality-adds-up"}, lambda r: edited(r / SCORED, lambda d: d.update(near_ties=0))),
+    ({"quality-adds-up"}, lambda r: edited(r / SCORED, lambda d: d["divergences"][0].update(prompt=99))),
     ({"quality-same-code"}, lambda r: edited(r / SCORED, lambda d: d["environment"].update(source_sha256="9" * 64))),
-    ({"quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(kl=1.5e-4))),
+    ({"quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(top1_agreement=0.5))),
+    ({"quality-adds-up", "quality-analysed"}, lambda r: edited(r / SCORED, lambda d: d.update(kl=1.5e-4))),
     ({"drift-recorded"}, lambda r: (r / "drift" / "torch2.11.json").unlink()),
     (
         {"analysis-current"},

@@ -185,6 +185,7 @@ def test_demo_covers_backends_stacks_and_options(root: Path) -> None:
         (minimal(experiments={"a-b": experiment()}), "'a-b' cannot be part of a file name"),
         (minimal(model={"name": "m", "source": "hub", "repo": "a/b"}), "needs repo and revision"),
         (minimal(adapter={"targets": ["qproj"]}), "unknown target 'qproj'"),
+        (minimal(repeats={"fill_caches": False, "warmup_rounds": 0}), "fill_caches: false needs a warm-up round"),
         ({"run": "x"}, "Field required"),
     ],
 )

@@ -25,6 +25,7 @@ import yaml
 
 import synthetic
 from flexroll import provenance
+from flexroll.bench.steps import workflow_steps
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Cell, expand, jobs, measuring_order
 from flexroll.schema.grpo_records import grpo_targets
@@ -346,6 +347,54 @@ def test_an_options_value_reruns_the_cells_that_have_it(tree: Path) -> None:
     plan = planned(tree)
     assert plan["bench"] == {"torch2.11-transformers_cb-none-cb_eager-s1"}
     assert set(plan) == {"bench", "perplexity", "analyse", "report"}
+
+
+LABORATORY = ("--config", "preset=laboratory")
+
+
+@pytest.mark.parametrize("name", ["laboratory", "h200-options"])
+def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -> None:
+    code, output = snakemake(fresh, "-n", *NATIVE, "--config", f"preset={name}")
+    assert code == 0, output
+    stats = re.search(r"^Job stats:\n.*\n-.*\n((?:\w+ +\d+\n)+)", output, re.M)
+    assert stats, output
+    counted = {rule: int(count) for rule, count in (line.split() for line in stats.group(1).splitlines())}
+    steps = workflow_steps(load_config(fresh / f"workflow/presets/{name}.yaml", fresh), None, on_gpu=False)
+    assert sum(steps.values()) == counted.pop("total")
+    assert steps == counted
+
+
+def test_a_run_fills_compile_caches_first_where_its_config_says_so(fresh: Path) -> None:
+    preset = fresh / "workflow/presets/laboratory.yaml"
+    assert "fill_caches: false" in preset.read_text()
+    assert "warmup" not in planned(fresh, *LABORATORY)
+    assert planned(fresh)["warmup"]  # the demo
+
+
+@pytest.fixture(scope="module")
+def replaying(tmp_path_factory: pytest.TempPathFactory, fresh: Path) -> Path:
+    """The finished demo with one job that replays what was autotuned, and scoring."""
+    tree = Path(shutil.copytree(fresh, tmp_path_factory.mktemp("replaying") / "tree"))
+    preset = tree / "workflow/presets/demo.yaml"
+    preset.write_text(
+        preset.read_text().replace("- {backend: flex}", "- {backend: flex, options: [default, again]}", 1)
+    )
+    change_demo(tree, "options:\n  eager:", "options:\n  again: {flex: {replay: plain}}\n  eager:")
+    edit(preset, "\nquality: {count: 4, new_tokens: 8}\n")
+    return finish(tree)
+
+
+def test_what_replays_waits_for_the_autotuning(replaying: Path, tmp_path: Path) -> None:
+    found = planned(replaying, "--config", "preset=demo", "--forceall")
+    assert len(found["autotune"]) == 1
+    tree = Path(shutil.copytree(replaying, tmp_path / "tree"))
+    edit(tree / "src/flexroll/tune/inductor_log.py", "\nCHANGED = 1\n")
+    # What it finds decides: the rule alone is stale, and whatever reads its file comes after it.
+    plan = planned(tree, "--config", "preset=demo")
+    assert "autotune" in plan
+    assert plan["bench"] == {"torch2.11-flex-none-again-s1"}
+    assert plan["quality"] == {"torch2.11-flex-none-again"}
+    assert set(plan) == {"autotune", "bench", "quality", "perplexity", "analyse", "report"}
 
 
 def test_words_and_limits_rerun_no_benchmark(tree: Path) -> None:

@@ -146,11 +146,15 @@ def test_the_numbers_by_hand():
     rms = math.sqrt((math.log(0.5 / 0.4) ** 2 + math.log(0.4 / 0.35) ** 2) / 3)
     assert found["kl"] == pytest.approx(kl, abs=1e-6) and found["logprob_rms"] == pytest.approx(rms, abs=1e-6)
     assert found["top1_agreement"] == pytest.approx(2 / 3)
+    terms = [a * math.log(a / b) for a, b in zip(p.flatten().tolist(), q.flatten().tolist(), strict=True)]
+    assert found["kl_sequences"] == pytest.approx([sum(terms[:6]) / 2, sum(terms[6:])], abs=1e-6)
+    assert found["sequence_tokens"] == [2, 1]
     apart = quality_worker.divergences(reference, [[0, 2], [1]])
     assert [(d.prompt, d.place, d.expected, d.got) for d in apart] == [(0, 1, 1, 2), (1, 0, 0, 1)]
     assert [d.gap for d in apart] == pytest.approx([math.log(8), math.log(0.4 / 0.35)], abs=1e-5)
     partial = Scores([-1.0, -1.0], [0, 1])
-    assert quality_worker.compare(reference, [partial, Scores([-1.0], [1])])["kl"] is None
+    untold = quality_worker.compare(reference, [partial, Scores([-1.0], [1])])
+    assert untold["kl"] is None and "kl_sequences" not in untold
     with pytest.raises(ValueError, match="not finite"):
         quality_worker.compare(reference, [Scores.of(torch.tensor([[-math.inf, 0, 0]] * 2), [0, 1]), partial])
 
@@ -236,6 +240,7 @@ def test_a_configuration_is_scored_in_a_process_of_its_own(config, run, root):
     assert record.status == "ok" and record.is_of(targets(config)[2])
     assert 0 < record.kl < 1e-3 and record.top1_agreement > 0.9 and 0 < record.logprob_rms < 0.1
     assert record.diverged == len(record.divergences) and record.coherent
+    assert len(record.kl_sequences) == 4 and record.kl == pytest.approx(sum(record.kl_sequences) / 4)
     assert record.prompts == 4 and record.tokens == 48 and record.near_tie == 0.2
     assert record.device == "cpu" and record.environment.packages["torch"] and len(record.reference_sha256) == 64
     assert len(record.key) == 64

@@ -315,7 +315,10 @@ def test_records_from_before_groups_and_slots_are_read(tmp_path: Path) -> None:
     assert {(row.status, row.note, row.samples) for row in rows} == {("ok", "", 1)}
 
 
-SCORED = {"count": 4, "new_tokens": 8}
+SCORED = {"count": 8, "new_tokens": 8}
+# Means 1.3e-4 and 1e-4: 1.3 times as much in all, now more and now less in a sequence.
+SPREAD = [5e-5, 9e-5, 9e-5, 1e-4, 1e-4, 1.1e-4, 2e-4, 3e-4]
+HIGHER = [1.25e-4, 1.3e-4, 1.35e-4, 1.2e-4] * 2
 
 FOUR_BIT = {"flex": {"four_bit": "on_the_fly"}}
 
@@ -367,7 +370,8 @@ def test_correctness_stands_after_options_and_only_where_it_was_asked_for(tmp_pa
         'id="correctness"' in html.read_text() and 'href="quality/torch2.11-flex-none-page32.json"' in html.read_text()
     )
     plain = build(tmp_path / "plain")
-    assert "Correctness" not in plain and "dmissible" not in plain
+    assert "Correctness" not in plain
+    assert not [name for name, body in sections(plain).items() if "dmissible" in body and name != "Claims"]
     assert 'id="correctness"' not in page(tmp_path / "plain", REPORT).read_text()
 
 
@@ -384,7 +388,7 @@ def test_an_option_that_is_not_admissible_gains_nothing(tmp_path):
     assert "Not counted, for it is not admissible: `page32` +100.0 %." in found["Options"]
     assert (
         "`page32` of flex" in found["Correctness"]
-        and "1.11 times the baseline's, more than 1.1" in found["Correctness"]
+        and "1.11 times [1.11, 1.11] the baseline's over 8 sequences, more than 1.1" in found["Correctness"]
     )
     assert "Left out as not admissible" in html.read_text()
 
@@ -392,8 +396,12 @@ def test_an_option_that_is_not_admissible_gains_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("change", "admissible", "why"),
     [
-        ({"kl": 1.1e-4}, True, "1.1 times the baseline's"),
-        ({"kl": 1.2e-4}, False, "1.2 times the baseline's, more than 1.1"),
+        ({"kl": 1.1e-4}, True, "1.1 times [1.1, 1.1] the baseline's over 8 sequences"),
+        ({"kl": 1.2e-4}, False, "1.2 times [1.2, 1.2] the baseline's over 8 sequences, more than 1.1"),
+        ({"kl": 1.275e-4, "kl_sequences": HIGHER}, False, "1.28 times ["),
+        ({"kl": 1.3e-4, "kl_sequences": SPREAD}, None, "cannot be told: its KL is 1.3 times ["),
+        ({"kl": 1.1e-4, "kl_sequences": [8.8e-4, *[0.0] * 7]}, True, "1.1 times ["),
+        ({"reference_sha256": "a" * 64}, None, "scored on other continuations"),
         (
             {"divergences": [{"prompt": 2, "place": 5, "expected": 1, "got": 2, "gap": 0.21}]},
             False,
@@ -403,6 +411,7 @@ def test_an_option_that_is_not_admissible_gains_nothing(tmp_path):
         ({"divergences": [], "diverged": 0}, True, "no sequence leaves"),
         ({"kl": None, "unscored": "cannot be scored"}, None, "cannot be scored, so KL cannot be told"),
         ({"status": "failed", "reason": "timeout"}, None, "not scored: failed: timeout"),
+        ({"status": "failed", "reason": "logits that are not finite"}, False, "logits that are not finite"),
         ({"status": "skipped", "reason": "needs a GPU"}, None, "not scored: skipped: needs a GPU"),
         (None, None, "missing"),
         ({"option": "default"}, None, "holds another configuration"),

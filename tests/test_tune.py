@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexroll import provenance
+from flexroll import cli, provenance
 from flexroll.errors import FlexrollError
 from flexroll.report.figures import sweep as heat_map
 from flexroll.schema.load import parse_config
@@ -665,7 +665,7 @@ def test_a_worker_that_does_not_start_is_one_line(tmp_path):
 # --- the command
 
 
-def test_a_request_that_cannot_be_served_is_one_line(tmp_path, monkeypatch, root):
+def test_a_request_that_cannot_be_served_is_one_line(tmp_path, monkeypatch, root, capsys):
     model = root / "models" / "tiny-gsm"
     monkeypatch.setattr(tune, "device_class", lambda: "cpu")
     for request, why in (
@@ -676,6 +676,20 @@ def test_a_request_that_cannot_be_served_is_one_line(tmp_path, monkeypatch, root
     ):
         with pytest.raises(FlexrollError, match=why):
             tune.sweep(request, tmp_path, None)
+    monkeypatch.setattr(provenance, "device_class", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tune, "sweep", lambda *_: pytest.fail("was measured"))
+    line = ["flexroll", "sweep", "--model", str(model), "--kind", "prefill", "--out", str(tmp_path / "sweep")]
+    monkeypatch.setattr(sys, "argv", [*line, "--page-size", "128", "--write-defaults"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = capsys.readouterr().err
+    assert "pages of 128 tokens, the engine's default is 64" in " ".join(said.split())
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_sweep_without_a_stack_or_a_result_is_one_line(tmp_path, monkeypatch, root):
+    model = root / "models" / "tiny-gsm"
+    monkeypatch.setattr(tune, "device_class", lambda: "cpu")
     with pytest.raises(FlexrollError, match="stack torch9 is not set up"):
         tune.sweep(tune.Request(model, "engine", tmp_path), tmp_path, "torch9")
     with pytest.raises(FlexrollError, match=r"sweep\.json: missing"):

@@ -59,7 +59,7 @@ def sweep(
     from flexroll.tune import sweep as tune
 
     if not report:
-        from flexroll.provenance import find_root
+        from flexroll.provenance import device_class, find_root
 
         if model is None:
             raise FlexrollError("sweep: name a checkpoint folder, --model FOLDER")
@@ -79,6 +79,8 @@ def sweep(
             compiled=not eager,
             only=_axes(only or []),
         )
+        if write_defaults:
+            tune.check_default(kind, device_class(), page_size)
         tune.sweep(request, find_root(), stack)
     tune.report(out, write_defaults)
 

@@ -14,7 +14,7 @@ rule autotune:
     priority: FIRST
     container:
         lambda wildcards: image(wildcards.stack)
-    threads: workflow.cores
+    threads: CORES
     resources:
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),

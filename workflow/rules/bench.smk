@@ -12,8 +12,9 @@ rule bench:
     container:
         lambda wildcards: image(JOBS[wildcards.job].stack)
     # All cores: two measurements side by side spoil both.
-    threads: workflow.cores
+    threads: CORES
     resources:
+        **SESSION,
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),
         runtime=lambda wildcards: job_minutes(JOBS[wildcards.job]),

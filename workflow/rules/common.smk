@@ -16,14 +16,13 @@ from flexroll import provenance
 from flexroll.bench.inputs import SHARD, replay_file, replay_kind, wants_shard
 from flexroll.bench.prompts import longest_prompt, needed_prompts
 from flexroll.bench.quality import own_model, quality_key, scored_config
+from flexroll.bench.steps import needs_warmup
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
 from flexroll.rl.run import grpo_key
-from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import expand, jobs, measuring_order
 from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.load import load_config
-from flexroll.schema.options import for_gpu_kernels
 from flexroll.schema.quality import job_of, targets
 from flexroll.tune.autotune import decode_shape, tuned_cell
 
@@ -34,6 +33,8 @@ os.environ.update(
     FLEXROLL_ROOT=str(ROOT),
 )
 os.environ.pop("PYTHONPATH", None)
+# Without bytecode every process compiles what it imports anew: 1 s for torch, 6 s for all that compiling a kernel needs.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 def read_config():
@@ -85,21 +86,28 @@ def use_images():
     return runtime, None
 
 
+def cores_of_a_measurement():
+    """All cores: two measurements side by side spoil both. With `--resources gpu=N`, N of them run side by side, each on
+    a GPU of its own (bench/lease.py) and with its share of the cores."""
+    given = workflow.global_resources.get("gpu")
+    gpus = 1 if DEVICE == "cpu" or given is None else max(1, given.value)
+    return max(1, (workflow.cores or 1) // gpus)
+
+
+def one_at_a_time():
+    """A resource a session, for `bench`: its jobs keep to one GPU, so that with several GPUs sessions run side by side."""
+    sessions = sorted({job.session for job in JOBS.values()})
+    for session in sessions:
+        workflow.register_resource(f"session{session}", 1)
+    return {
+        f"session{session}": lambda wildcards, session=session: int(JOBS[wildcards.job].session == session)
+        for session in sessions
+    }
+
+
 def image(name):
     """The image of a stack or of the report, as `container:` wants it. Natively nobody reads it."""
     return str(deploy.container(Path(os.path.relpath(ROOT)), RUNTIME, name)) if RUNTIME else f".images/{name}"
-
-
-def needs_warmup(job):
-    """Whether a fresh process of this job would compile for long: flex unless eager, and on a GPU vLLM too."""
-    if DEVICE == "cpu":
-        # A merged adapter is only other weights: it runs the kernels that the warm-up without an adapter compiles.
-        twin = job.engine.replace("-flex-merged-", "-flex-none-")
-        if job.backend != "flex" or (job.adapter == "merged" and twin in ENGINES):
-            return False
-        if for_gpu_kernels(job.cells[0].option_values):  # skipped
-            return False
-    return BACKENDS[job.backend].warmup and job.cells[0].option_values.get("compile", True)
 
 
 def job_inputs(job, after_warmup=False):
@@ -122,7 +130,7 @@ def job_inputs(job, after_warmup=False):
         files["shard"] = f"work/{RUN}/{SHARD}"
     if replay_kind(job) is not None:
         files["replay"] = f"work/{RUN}/{replay_file(job.stack, replay_kind(job))}"
-    if after_warmup and needs_warmup(job):
+    if after_warmup and needs_warmup(job, ENGINES, CONFIG, DEVICE != "cpu"):
         files["warmup"] = f"work/{RUN}/warmup/{job.engine}.json"
     return files
 
@@ -159,6 +167,8 @@ try:
     # Snakemake starts the job of the highest number first.
     PRIORITY = {job.name: n for n, job in enumerate(reversed(measuring_order(JOBS.values(), CONFIG.seed)), 1)}
     FIRST = len(JOBS) + 1  # inputs and warm-ups: a job that waited for them would leave its block
+    CORES = cores_of_a_measurement()
+    SESSION = one_at_a_time()
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
     RUNTIME, NO_IMAGES = use_images()

@@ -12,7 +12,7 @@ rule drift:
         f"{LOGS}/drift-{{stack}}.log",
     container:
         lambda wildcards: image(wildcards.stack)
-    threads: workflow.cores
+    threads: CORES
     resources:
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),

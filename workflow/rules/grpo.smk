@@ -37,7 +37,7 @@ if TRAININGS:
         container:
             lambda wildcards: image(TRAININGS[wildcards.training].stack)
         # All cores: two measurements side by side spoil both.
-        threads: workflow.cores
+        threads: CORES
         resources:
             config=CONFIG_PATH,
             gpu=int(DEVICE != "cpu"),

@@ -18,7 +18,7 @@ rule perplexity:
         f"{LOGS}/perplexity-{{stack}}.log",
     container:
         lambda wildcards: image(wildcards.stack)
-    threads: workflow.cores
+    threads: CORES
     resources:
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),

@@ -104,7 +104,7 @@ if TARGETS:
             f"{LOGS}/quality_reference-{{weights}}.log",
         container:
             image(STACKS[0])
-        threads: workflow.cores
+        threads: CORES
         resources:
             config=CONFIG_PATH,
             gpu=int(DEVICE != "cpu"),
@@ -127,7 +127,7 @@ if TARGETS:
             f"{LOGS}/quality-{{engine}}.log",
         container:
             lambda wildcards: image(TARGETS[wildcards.engine].stack)
-        threads: workflow.cores
+        threads: CORES
         resources:
             config=CONFIG_PATH,
             gpu=int(DEVICE != "cpu"),

@@ -11,7 +11,7 @@ rule quantise:
     priority: FIRST
     container:
         image(SHARD_STACK)
-    threads: workflow.cores
+    threads: CORES
     resources:
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),

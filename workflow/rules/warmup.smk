@@ -11,7 +11,7 @@ rule warmup:
     priority: FIRST
     container:
         lambda wildcards: image(ENGINES[wildcards.engine].stack)
-    threads: workflow.cores
+    threads: CORES
     resources:
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),

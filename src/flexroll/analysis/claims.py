@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from flexroll.analysis.blocks import paired_ratio
-from flexroll.analysis.model import CellRow, DriftRow, GrpoRow, Result, VerdictRow
-from flexroll.analysis.pairs import Key, key_of
+from flexroll.analysis.claims_cells import check_reason, judge_cells
+from flexroll.analysis.claims_quality import judge_admissible, measure_kl_times
+from flexroll.analysis.claims_run import TRAINING, Measured, NotRunError, Run, check_run, devices, foreign, unfit
+from flexroll.analysis.model import DriftRow, Result, VerdictRow
+from flexroll.analysis.pairs import key_of
 from flexroll.errors import FlexrollError
 from flexroll.provenance import find_root
 from flexroll.schema.claims import (
@@ -23,46 +25,18 @@ from flexroll.schema.claims import (
     DifferenceClaim,
     DriftFact,
     DriftMetric,
+    QualityMetric,
     RatioClaim,
     Selector,
     StatementClaim,
     TestedClaim,
-    TrainFact,
-    TrainMetric,
 )
 
 DRIFT_METRICS, DRIFT_FACTS = get_args(DriftMetric), get_args(DriftFact)
-TRAINING = (*get_args(TrainMetric), *get_args(TrainFact))
+QUALITY_METRICS = get_args(QualityMetric)
 OVERLAP = "the two sides' rounds overlap, so no difference was seen"
 HOLDS = "the interval of the ratio holds the value, so no difference was seen"
 FIELDS = {"best": "best", "median": "median", "slowest": "min"}
-
-
-@dataclass(frozen=True)
-class Run:
-    """What claims are judged against. model_source random: its text is noise, so coherence says nothing."""
-
-    model: str
-    model_source: str
-    results: list[Result]
-    drift: list[DriftRow]
-    left_out: list[str]
-    sessions: dict[Key, list[CellRow]] = field(default_factory=dict)
-    grpo: list[GrpoRow] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A value with the range of the rounds behind it, or its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-    interval: bool = False
-
-
-class NotRunError(Exception):
-    """Why a claim cannot be judged in this run; the message ends in the report."""
 
 
 def judge_all(claims: ClaimsFile, run: Run) -> list[VerdictRow]:
@@ -117,8 +91,7 @@ def _pick(selector: Selector, run: Run) -> Result:
     ok = [r for r in found if r.status == "ok"]
     if not ok:
         raise NotRunError(f"{found[0].status}: {found[0].reason or selector}")
-    first = min(selector.rank(r) for r in ok)
-    meant = [r for r in ok if selector.rank(r) == first]
+    meant = selector.narrowed(ok)
     if len(meant) > 1:
         raise NotRunError(f"{len(meant)} results match {selector}: the claim must say which")
     return meant[0]
@@ -149,57 +122,27 @@ def _single(value: float | None, scale: float, what: str) -> Measured:
     return Measured(value / scale, value / scale, value / scale)
 
 
-def _foreign(claim: Claim, claims: ClaimsFile, run: Run) -> str | None:
-    """Why a run of this model says nothing about the claim, or None."""
-    if claim.any_model or claims.about_model(run.model):
-        return None
-    return f"published for {claims.model}; this run's model is {run.model}"
-
-
-def _fit(claim: Claim, claims: ClaimsFile, run: Run, results: list[Result]) -> str | None:
-    """Why these results cannot judge the claim, or None: another model, no GPU, another GPU."""
-    foreign = _foreign(claim, claims, run)
-    if foreign or claim.gpu == "none":
-        return foreign
-    if not all(result.on_gpu for result in results):
-        return "measured on a CPU, which says nothing about a GPU"
-    if claim.gpu != "any" and not all(claim.gpu.lower() in device.lower() for r in results for device in r.devices):
-        return f"published for a {claim.gpu}; measured on {_device(results)}"
-    return None
-
-
-def _device(results: list[Result]) -> str:
-    return ", ".join(sorted({device for result in results for device in result.devices})) or "an unknown device"
-
-
-def _early(claim: Claim, claims: ClaimsFile, run: Run) -> None:
-    """Reasons that hold for the whole run come before those of single cells: they say more."""
-    if getattr(claim, "metric", "") in TRAINING:
-        raise NotRunError("GRPO is not in this run")
-    foreign = _foreign(claim, claims, run)
-    if foreign:
-        raise NotRunError(foreign)
-    known = [r for r in run.results if r.on_gpu is not None]
-    if claim.gpu != "none" and known and not any(r.on_gpu for r in known):
-        raise NotRunError("this run is on a CPU, which says nothing about a GPU")
-
-
 def _absolute(claim: AbsoluteClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
     if claim.metric in DRIFT_METRICS and claim.metric != "refresh_share":
         _drift_value(claim, claims, run, row)
         return
-    _early(claim, claims, run)
+    check_run(claim, claims, run)
+    if claim.metric in QUALITY_METRICS:
+        measured = measure_kl_times(claim, run, row)
+        row.measured, row.low, row.high, row.interval = measured.value, measured.low, measured.high, measured.interval
+        hold_against(claim, measured, row, distinct=True)
+        return
     result = _pick(claim.cells, run)
-    row.files, row.device = result.files, _device([result])
+    row.files, row.device = result.files, devices([result])
     if claim.metric == "refresh_share":
         measured = _refresh_share(claim, result, run, row)
     else:
         measured = _value(result, claim.metric, claim.statistic)
     row.measured, row.low, row.high, row.interval = measured.value, measured.low, measured.high, measured.interval
-    reason = _fit(claim, claims, run, [result])
+    reason = unfit(claim, claims, run, [result])
     if reason:
         raise NotRunError(reason)
-    _compare(claim, measured, row, distinct=True)
+    hold_against(claim, measured, row, distinct=True)
 
 
 def _refresh_share(claim: AbsoluteClaim, result: Result, run: Run, row: VerdictRow) -> Measured:
@@ -208,18 +151,18 @@ def _refresh_share(claim: AbsoluteClaim, result: Result, run: Run, row: VerdictR
     if drift is None or drift.refresh_ms_median is None:
         raise NotRunError(f"no drift record of {result.stack} tells the time of a refresh")
     if [drift.device] != result.devices:
-        raise NotRunError(f"refreshed on {drift.device}, generated on {_device([result])}")
+        raise NotRunError(f"refreshed on {drift.device}, generated on {devices([result])}")
     row.files = [drift.file, *result.files]
     seconds, refresh = _value(result, "round_s", claim.statistic), drift.refresh_ms_median / 1000
     return Measured(refresh / seconds.value, refresh / seconds.high, refresh / seconds.low)
 
 
 def _pair(claim: RatioClaim | DifferenceClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
-    _early(claim, claims, run)
+    check_run(claim, claims, run)
     over, under = _pick(claim.over, run), _pick(claim.under, run)
     a = _value(over, claim.metric, claim.statistic)
     b = _value(under, claim.metric, getattr(claim, "under_statistic", None) or claim.statistic)
-    row.files, row.device = list(dict.fromkeys([*over.files, *under.files])), _device([over, under])
+    row.files, row.device = list(dict.fromkeys([*over.files, *under.files])), devices([over, under])
     if over.device_uuids != under.device_uuids:
         raise NotRunError("the two sides ran on different devices, and cards of one model differ")
     if over.prompts_sha256 != under.prompts_sha256:
@@ -233,12 +176,12 @@ def _pair(claim: RatioClaim | DifferenceClaim, claims: ClaimsFile, run: Run, row
     else:
         measured = _over_blocks(claim, over, under, run) or measured
     row.measured, row.low, row.high, row.interval = measured.value, measured.low, measured.high, measured.interval
-    reason = _fit(claim, claims, run, [over, under])
+    reason = unfit(claim, claims, run, [over, under])
     if reason:
         raise NotRunError(reason)
     # A published difference is not reproduced by two sides whose rounds overlap.
     none = 0 if claim.kind == "difference" else 1
-    _compare(claim, measured, row, distinct=claim.value == none or not measured.low <= none <= measured.high)
+    hold_against(claim, measured, row, distinct=claim.value == none or not measured.low <= none <= measured.high)
 
 
 def _over_blocks(claim: RatioClaim | DifferenceClaim, over: Result, under: Result, run: Run) -> Measured | None:
@@ -252,7 +195,7 @@ def _over_blocks(claim: RatioClaim | DifferenceClaim, over: Result, under: Resul
     return Measured(found.ratio, found.low, found.high, interval=True)
 
 
-def _compare(
+def hold_against(
     claim: AbsoluteClaim | RatioClaim | DifferenceClaim, measured: Measured, row: VerdictRow, distinct: bool
 ) -> None:
     slack, around = claim.tolerance * claim.value, measured.low <= claim.value <= measured.high
@@ -315,15 +258,15 @@ def _drift_value(claim: AbsoluteClaim, claims: ClaimsFile, run: Run, row: Verdic
     _drift_where(rows, row)
     measured = Measured(max(values), min(values), max(values))
     row.measured, row.low, row.high = measured.value, measured.low, measured.high
-    foreign = _foreign(claim, claims, run)
-    if foreign:
-        raise NotRunError(foreign)
+    reason = foreign(claim, claims, run)
+    if reason:
+        raise NotRunError(reason)
     devices = {d.device or "" for d in rows}
     if claim.gpu != "none" and any(device.startswith("cpu") for device in devices):
         raise NotRunError("measured on a CPU, which says nothing about a GPU")
     if claim.gpu not in ("none", "any") and not all(claim.gpu.lower() in device.lower() for device in devices):
         raise NotRunError(f"published for a {claim.gpu}; measured on {', '.join(sorted(devices))}")
-    _compare(claim, measured, row, distinct=True)
+    hold_against(claim, measured, row, distinct=True)
 
 
 def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
@@ -337,40 +280,14 @@ def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow)
             raise NotRunError("the drift record does not hold it")
         _drift_where(rows, row)
         row.measured = all(facts)
+    elif claim.metric == "admissible":
+        check_run(claim, claims, run)
+        judge_admissible(claim, run, row)
     else:
-        _cell_fact(claim, claims, run, row)
+        judge_cells(claim, claims, run, row)
     row.verdict = "reproduced" if row.measured == claim.value else "not reproduced"
     if claim.reason and row.measured:
-        _failed_so(claim, run, row)
-
-
-def _cell_fact(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
-    _early(claim, claims, run)
-    found = [r for r in run.results if claim.cells.matches(r) and r.status in ("ok", "failed")]
-    if not found:
-        raise NotRunError(f"this run has no measured cell with {claim.cells}")
-    if claim.metric == "coherent":
-        if run.model_source == "random":
-            raise NotRunError("the model's weights are random, so its text is noise")
-        judged = [r for r in found if r.coherent is not None]
-        if not judged:
-            raise NotRunError("no cell kept a sample")
-        row.measured = all(r.coherent for r in judged)
-        if not row.measured:
-            row.reason = f"broken text in {sum(not r.coherent for r in judged)} of {len(judged)} configurations"
-    else:
-        judged = found
-        row.measured = all(r.status == "failed" for r in found)
-    row.files = [file for r in judged for file in r.files]
-    row.device = ", ".join(sorted({run.model, _device(judged)}))
-
-
-def _failed_so(claim: BooleanClaim, run: Run, row: VerdictRow) -> None:
-    """A failure is the published one only where its reason holds the published words."""
-    reasons = {r.reason for r in run.results if claim.cells.matches(r) and r.status == "failed"}
-    others = sorted(reason for reason in reasons if claim.reason.lower() not in reason.lower())
-    if others:
-        row.verdict, row.reason = "not reproduced", f"it fails, but otherwise: {others[0] or 'without a reason'}"
+        check_reason(claim, run, row)
 
 
 def _arithmetic(claim: ArithmeticClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:

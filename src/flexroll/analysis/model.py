@@ -243,9 +243,10 @@ class DriftRow(Base):
 class QualityRow(Base):
     """How exact one engine configuration is (`schema.quality.QualityRecord`), and whether it is admissible.
 
-    times: its KL over the baseline's of the same backend, adapter and stack. near_ties: of `diverged`, as the config
-    counts them now. admissible: None where it cannot be told; why says in words what decided. file: relative to the
-    run's folder.
+    model: whose text and distributions these are, which may be another than the run's. times: its KL over the
+    baseline's of the same backend, adapter and stack; times_low, times_high: its 95 % interval over the scored
+    sequences, None where they are too few. near_ties: of `diverged`, as the config counts them now. admissible: None
+    where it cannot be told; why says in words what decided. file: relative to the run's folder.
     """
 
     stack: str
@@ -253,6 +254,7 @@ class QualityRow(Base):
     adapter: str
     option: str
     baseline: bool
+    model: str = ""
     status: Status
     reason: str = ""
     unscored: str = ""
@@ -261,6 +263,8 @@ class QualityRow(Base):
     tokens: int = 0
     kl: float | None = None
     times: float | None = None
+    times_low: float | None = None
+    times_high: float | None = None
     logprob_rms: float | None = None
     top1_agreement: float | None = None
     diverged: int | None = None

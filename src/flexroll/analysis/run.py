@@ -46,8 +46,9 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
     drift = read_drift(config, results_dir, chosen)
     grpo, of_grpo = read_grpos(config, results_dir, chosen)
     left_out = [stack for stack in config.stacks if stack not in chosen]
+    quality = read_qualities(config, results_dir, chosen)
     sessions = sessions_by_key(rows)
-    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions, grpo=grpo)
+    run = verdicts.Run(config.model.name, config.model.source, results, drift, left_out, sessions, quality, grpo)
     analysis = Analysis(
         config=config.model_dump(mode="json"),
         stacks=chosen,
@@ -57,7 +58,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         pairs=make_pairs(results, rows),
         environments=collect.environments_by_stack(environments, chosen, of_grpo),
         drift=drift,
-        quality=read_qualities(config, results_dir, chosen),
+        quality=quality,
         grpo=grpo,
         published_training=published_training(claims) if grpo and claims.about_model(config.model.name) else [],
         verdicts=verdicts.judge_all(claims, run),

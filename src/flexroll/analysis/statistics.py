@@ -145,18 +145,22 @@ def log_interval(logs: np.ndarray, resamples: int = RESAMPLES) -> tuple[np.ndarr
     if n < BOOTSTRAP_SESSIONS:
         middle, half = logs.mean(axis=-1), t * logs.std(axis=-1, ddof=1) / math.sqrt(n)
         return middle - half, middle + half
-    level = 1 - 2 * stats.norm.sf(t * math.sqrt(n / (n - 1)))
     found = stats.bootstrap(
         (logs,),
         np.median,
         n_resamples=resamples,
         vectorized=True,
         axis=-1,
-        confidence_level=level,
+        confidence_level=expanded_level(n),
         method="percentile",
         rng=0,
     )
     return found.confidence_interval.low, found.confidence_interval.high
+
+
+def expanded_level(n: int) -> float:
+    """At which a percentile bootstrap of n values is to be taken for 95 %: wider for small n (`log_interval`)."""
+    return 1 - 2 * float(stats.norm.sf(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1) * math.sqrt(n / (n - 1))))
 
 
 def variation(values: Sequence[float]) -> float | None:

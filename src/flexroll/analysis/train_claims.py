@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from flexroll.analysis.claims import Measured, NotRunError, Run, _compare, _fit
+from flexroll.analysis.claims import hold_against
+from flexroll.analysis.claims_run import Measured, NotRunError, Run, unfit
 from flexroll.analysis.grpo import chosen
 from flexroll.analysis.model import GrpoRow, GrpoRun, PublishedTraining, VerdictRow
 from flexroll.schema.claims import AbsoluteClaim, BooleanClaim, Claim, ClaimsFile, RatioClaim, Selector
@@ -46,7 +47,7 @@ def judge_training(claim: Claim, claims: ClaimsFile, run: Run, row: VerdictRow) 
         measured = worst(values, key=lambda value: value.value)
         _fill(row, sides, measured)
         _fits(claim, claims, run, sides)
-        _compare(claim, measured, row, distinct=True)
+        hold_against(claim, measured, row, distinct=True)
     elif isinstance(claim, RatioClaim):
         over, under = (_one(selector, run) for selector in (claim.over, claim.under))
         a, b = _value(over, claim.metric), _value(under, claim.metric)
@@ -55,7 +56,7 @@ def judge_training(claim: Claim, claims: ClaimsFile, run: Run, row: VerdictRow) 
         if len({one.device_uuid for side in (over, under) for one in side.ok}) > 1:
             raise NotRunError("the two sides ran on different devices, and cards of one model differ")
         _fits(claim, claims, run, [over, under])
-        _compare(claim, measured, row, distinct=claim.value == 1 or not measured.low <= 1 <= measured.high)
+        hold_against(claim, measured, row, distinct=claim.value == 1 or not measured.low <= 1 <= measured.high)
     elif isinstance(claim, BooleanClaim):
         _boolean(claim, claims, run, row)
 
@@ -116,7 +117,7 @@ def _where(row: VerdictRow, sides: list[GrpoRow]) -> None:
 
 def _fits(claim: AbsoluteClaim | RatioClaim, claims: ClaimsFile, run: Run, sides: list[GrpoRow]) -> None:
     runs = [one for side in sides for one in side.ok]
-    reason = _fit(claim, claims, run, sides)
+    reason = unfit(claim, claims, run, sides)
     if reason is None and claim.metric == "train_s" and any(len(one.wall_s) != STEPS for one in runs):
         taken = ", ".join(sorted({str(len(one.wall_s)) for one in runs}))
         reason = f"a total of {taken} steps; published were {STEPS}"
@@ -126,7 +127,7 @@ def _fits(claim: AbsoluteClaim | RatioClaim, claims: ClaimsFile, run: Run, sides
 
 def _boolean(claim: BooleanClaim, claims: ClaimsFile, run: Run, row: VerdictRow) -> None:
     sides = _sides(claim.cells, run)
-    reason = _fit(claim, claims, run, sides)
+    reason = unfit(claim, claims, run, sides)
     if reason:
         raise NotRunError(reason)
     name = "losses_finite" if claim.metric == "losses_finite" else "rewards_in_range"

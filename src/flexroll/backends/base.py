@@ -46,9 +46,14 @@ def four_bit_missing() -> str | None:
     return "4-bit weights need bitsandbytes, which is not installed here; the stack's lock has none"
 
 
+def option_problem(spec: EngineSpec) -> str | None:
+    """Why the spec's option can run on no backend of this environment, or None."""
+    return four_bit_missing() if spec.option.get("four_bit") is not None else None
+
+
 def unavailable(backend: type[Backend], spec: EngineSpec) -> str | None:
     """One line saying why the backend cannot run the spec here, or None: the backend's own reason, or the option's."""
-    return backend.unavailable(spec) or (four_bit_missing() if spec.option.get("four_bit") is not None else None)
+    return backend.unavailable(spec) or option_problem(spec)
 
 
 @dataclass

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any
 
+from flexroll.cpu_isa import remember_checks
+
 METRICS = 100_000  # compilations remembered; dynamo's default of 64 is less than a call with a break a layer makes
 
 
@@ -15,6 +17,8 @@ def compile_forward(model: Any, mode: str) -> None:
     from torch._dynamo.utils import set_compilation_metrics_limit
 
     set_compilation_metrics_limit(METRICS)
+    if model.device.type == "cpu":
+        remember_checks()
     model.forward = torch.compile(model.forward, mode=mode)
 
 

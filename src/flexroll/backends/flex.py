@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from flexroll.backends import flex_support
 from flexroll.backends.base import Backend, EngineSpec, Generation, Scores
 from flexroll.engine.attention import flash_missing, is_flash
 from flexroll.engine.engine import Engine
 from flexroll.engine.sampling import SamplingParams
 from flexroll.schema.config import Sampling
-from flexroll.schema.options import GPU_KERNELS
-from flexroll.tune.replay import replay_options, replay_problem
+from flexroll.tune.replay import replay_options
 
 # Values of an option that the engine takes by the same name.
 AS_NAMED = (
@@ -65,18 +65,9 @@ class FlexBackend(Backend):
     @classmethod
     def unavailable(cls, spec: EngineSpec) -> str | None:
         """What would change nothing here, or could not run: a measurement of it would be one of something else."""
-        option = spec.option
-        if spec.device == "cpu":
-            named = [name for name in GPU_KERNELS if option.get(name)]
-            if named:
-                # torch/_inductor/kernel/flex/flex_cpu.py reads none of those that FlexKernelOptions declares
-                return f"{' and '.join(named)}: kernel options are those of GPU kernels; torch's CPU kernel reads none"
-            if option.get("fused"):
-                return "fused: the fused kernels are Triton's and need a GPU"
-            if option.get("attention") == "triton":
-                return "attention triton: the paged kernels need a GPU"
-        if option.get("replay") and (problem := replay_problem(spec.replay)):
+        if (problem := flex_support.problem(spec)) is not None:
             return problem
+        option = spec.option
         if is_flash(option.get("prefill_kernel_options") or {}) and not option.get("unchecked"):
             return flash_missing()
         return None

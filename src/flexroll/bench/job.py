@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from flexroll.bench.availability import cannot_run, note_skip
 from flexroll.bench.console import say
 from flexroll.bench.environment import describe
 from flexroll.bench.inputs import Inputs, find_job, read_inputs
@@ -167,12 +168,17 @@ def _run(
     backend: str | None,
     watch: Callable[[int, Round], None] = lambda index, done: None,
 ) -> None:
-    """Run `cells` of a job under a supervisor; the engine is sized for all of the job's cells."""
+    """Run `cells` of a job under a supervisor, or report why none can run; the engine is sized for all of its cells."""
     if not cells:
         return
     device = variant(device_class())
     spec = engine_spec(job, cells[0], device, inputs.model, inputs.adapter, inputs.merged, inputs.shard, inputs.replay)
     task = Task(mode=mode, backend=backend or job.backend, spec=spec, cells=cells, prompts=inputs.prompts)
+    if (reason := cannot_run(task.backend, spec)) is not None:
+        note_skip(log, reason)
+        for index in range(len(cells)):
+            report(index, CellResult(status="skipped", reason=reason))
+        return
     supervisor = Supervisor(task, work / "jobs" / f"{mode}-{job.name}.json", log, config.limits, env, report, watch)
     try:
         supervisor.run()

@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flexroll.backends.flex_support import cpu_problem
+from flexroll.bench.inputs import wants_shard
+from flexroll.bench.quality import own_model, scored_config
+from flexroll.bench.quantise import dense_modules
+from flexroll.bench.steps import needs_warmup, reads_merged, workflow_steps
 from flexroll.provenance import device_class
 from flexroll.schema import architecture
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Cell, Job, expand, jobs
 from flexroll.schema.config import Config
+from flexroll.schema.quality import job_of, targets
 
 # tok/s of a whole batch: {batch: tok/s}; between and beyond, interpolated in log-log and clamped at the ends' slope.
 GPU_TPS: dict[str, dict[int, float]] = {
@@ -39,21 +45,34 @@ CPU_TPS: dict[str, dict[int, float]] = {
 }
 # Process, imports and compile of a job, seconds (same run).
 CPU_START_S = {"flex": 15.0, "vllm": 40.0, "transformers_generate": 9.0, "transformers_cb": 9.0, "unsloth": 1.0}
+SKIP_S = 1.0  # a job that is known not to run here
+# Steps beside jobs and scoring, by whether there is a GPU, seconds.
+OTHER_S = {
+    "autotune": (1.0, 90.0),
+    "quantise": (10.0, 60.0),
+    "quality_quantise": (10.0, 30.0),
+    "quality_reference": (10.0, 30.0),
+    "drift": (15.0, 60.0),
+    "perplexity": (10.0, 40.0),
+}
 STACK_GB = {"cpu": 7.0, "cuda": 9.0}  # one stack's environment on disk
 
 
 @dataclass(frozen=True)
 class Plan:
-    """hours: engine starts, warm-ups and rounds. download_gb: weights not here yet. device_gb: weights and the largest
-    batch's KV cache of one engine, None without a config.json. disk_gb: weights, merged copy and missing stacks."""
+    """hours: engine starts, warm-ups, rounds, scoring, autotuning and quantising. steps: of the workflow, by rule.
+    download_gb: weights not here yet. device_gb: weights and the largest batch's KV cache of one engine, None without a
+    config.json. disk_gb: weights, merged copies, NF4 shards and missing stacks; shard_gb: the shards alone."""
 
     cells: list[Cell]
     jobs: list[Job]
     job_hours: dict[str, float]
     hours: float
+    steps: dict[str, int]
     download_gb: float | None
     device_gb: float | None
     disk_gb: float
+    shard_gb: float
 
 
 def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -> Plan:
@@ -62,9 +81,21 @@ def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -
     grouped = jobs(cells)
     on_gpu = config.requires.gpu is not None or device_class() != "cpu"
     hours = {job.name: job_seconds(job, on_gpu) / 3600 for job in grouped}
-    warmups = {job.engine: start_seconds(job.backend, on_gpu) for job in grouped if BACKENDS[job.backend].warmup}
+    engines = {job.engine: job for job in grouped}
+    warmups = sum(
+        start_seconds(job.backend, on_gpu) for job in engines.values() if needs_warmup(job, engines, config, on_gpu)
+    )
+    steps = workflow_steps(config, stacks, on_gpu)
     weights = weights_gb(config, root)
-    here = config.model.source != "hub" or (root / "models" / config.model.name / "config.json").exists()
+    scored = targets(config, stacks)
+    scored_by = scored_config(config)
+    scoring = [job_of(target, scored_by) for target in scored]
+    others = sum(scoring_seconds(job, on_gpu) for job in scoring)
+    others += sum(OTHER_S[rule][on_gpu] * count for rule, count in steps.items() if rule in OTHER_S)
+    reading = [(config, grouped + ([] if own_model(config) else scoring))]
+    if own_model(config) and scored:
+        reading.append((scored_by, scoring))
+    shards = sum(shard_gb(held, root) for held, some in reading if any(map(wants_shard, some)))
     kv = kv_bytes_per_token(config, root)
     largest = max((c.running * c.max_model_len for c in cells), default=0)
     device = None if weights is None or kv is None else weights + largest * kv / 1e9
@@ -72,22 +103,67 @@ def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -
     missing = [
         s for s in dict.fromkeys(c.stack for c in cells) if not (root / ".stacks" / s / "bin" / "python").exists()
     ]
-    copies = 1 + any(c.engine_adapter == "merged" and c.backend != "flex" for c in cells)
-    if config.model.weights == "drawn":
-        copies = 0
+    disk = sum(
+        (weights_gb(held, root) or 0.0) * (1 + any(map(reads_merged, some)))
+        for held, some in reading
+        if held.model.weights != "drawn"
+    )
     return Plan(
         cells=cells,
         jobs=grouped,
         job_hours=hours,
-        hours=sum(hours.values()) + sum(warmups.values()) / 3600,
-        download_gb=0.0 if here else weights,
+        hours=sum(hours.values()) + (warmups + others) / 3600,
+        steps=steps,
+        download_gb=_downloads(reading, root),
         device_gb=device,
-        disk_gb=copies * (weights or 0.0) + len(missing) * STACK_GB[kind],
+        disk_gb=disk + shards + len(missing) * STACK_GB[kind],
+        shard_gb=shards,
     )
+
+
+def _downloads(reading: list[tuple[Config, list[Job]]], root: Path) -> float | None:
+    """Gigabytes of checkpoints that are on the hub and not here; None where one's size is unknown."""
+    absent = {
+        config.model.name: weights_gb(config, root)
+        for config, _ in reading
+        if config.model.source == "hub" and not (root / "models" / config.model.name / "config.json").exists()
+    }
+    return None if None in absent.values() else sum(size for size in absent.values() if size is not None)
+
+
+def shard_gb(config: Config, root: Path) -> float:
+    """Size of the NF4 checkpoint: 4 bits a weight and an fp32 scale every 64, what stays dense in the model's dtype;
+    without a config.json a third of the checkpoint."""
+    shape = _model_config(config, root)
+    if shape is None:
+        return (weights_gb(config, root) or 0.0) / 3
+    dense = set(dense_modules(shape, config.four_bit.skip))
+    size = 0.0
+    for name, dims in architecture.tensors(shape):
+        packed = len(dims) == 2 and "embed_tokens" not in name and name.removesuffix(".weight") not in dense
+        size += math.prod(dims) * (0.5 + 4 / 64 if packed else architecture.DTYPE_BYTES[config.model.dtype])
+    return size / 1e9
+
+
+def scoring_seconds(job: Job, on_gpu: bool) -> float:
+    """Start of the engine, a free run, and the same tokens again by teacher forcing."""
+    if is_skipped(job, on_gpu):
+        return SKIP_S
+    return start_seconds(job.backend, on_gpu) + 2 * cell_seconds(job.cells[0], on_gpu)
+
+
+def is_skipped(job: Job, on_gpu: bool) -> bool:
+    """Whether this machine can be known to skip it, before any process is started."""
+    if on_gpu:
+        return False
+    on_kernels = job.backend == "flex" and cpu_problem(job.cells[0].option_values) is not None
+    return BACKENDS[job.backend].needs_gpu or on_kernels
 
 
 def job_seconds(job: Job, on_gpu: bool) -> float:
     """Start of the engine, then every cell's warm-up and measured rounds."""
+    if is_skipped(job, on_gpu):
+        return SKIP_S
     return start_seconds(job.backend, on_gpu) + sum(cell_seconds(cell, on_gpu) for cell in job.cells)
 
 

@@ -12,6 +12,9 @@ from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Job
 from flexroll.schema.config import Config
 
+# Steps that take time, in the table's last lines.
+TOLD = ("quantise", "autotune", "warmup", "bench", "quality_quantise", "quality_reference", "quality", "drift")
+
 
 def show(config: Config, plan: Plan, console: Console | None = None) -> None:
     """Print one line an engine configuration (all its sessions), then the totals."""
@@ -40,8 +43,13 @@ def show(config: Config, plan: Plan, console: Console | None = None) -> None:
         )
     console.print(table)
     hours = f"{plan.hours:.1f} hours" if plan.hours >= 1 else f"{plan.hours * 60:.0f} minutes"
-    console.print(f"{len(plan.cells)} cells in {len(plan.jobs)} jobs; about {hours}, warm-up included.")
-    console.print(f"Download: {_gb(plan.download_gb)} of weights. Disk: {_gb(plan.disk_gb)} (copies, missing stacks).")
+    console.print(f"{len(plan.cells)} cells in {len(plan.jobs)} jobs; about {hours}, warm-up and scoring included.")
+    parts = [f"{count} {rule}" for rule, count in plan.steps.items() if rule in TOLD]
+    console.print(f"{sum(plan.steps.values())} steps of the workflow, among them {', '.join(parts)}.")
+    shards = f", NF4 shard {_gb(plan.shard_gb)}" if plan.shard_gb else ""
+    console.print(
+        f"Download: {_gb(plan.download_gb)} of weights. Disk: {_gb(plan.disk_gb)} (copies{shards}, missing stacks)."
+    )
     console.print(f"Device memory: {_gb(plan.device_gb)} (weights, and KV of the largest batch at max_model_len).")
 
 

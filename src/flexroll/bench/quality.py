@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from flexroll.bench.availability import cannot_run, note_skip
 from flexroll.bench.console import say
 from flexroll.bench.environment import describe
 from flexroll.bench.inputs import Inputs, read_inputs
@@ -114,7 +115,12 @@ def quality(
         environment = describe(root, stack, target.backend)
         begun = time.monotonic()
         task_file = work / "jobs" / f"{FOLDER}-{target.name}.json"
-        found = _supervised(task, task_file, log, config.limits, worker_env(root, target.stack, device))
+        reason = cannot_run(task["backend"], task["spec"])
+        if reason is not None:
+            note_skip(log, reason)
+            found = {"status": "skipped", "reason": reason}
+        else:
+            found = _supervised(task, task_file, log, config.limits, worker_env(root, target.stack, device))
     record = QualityRecord(
         **{name: getattr(target, name) for name in ("stack", "backend", "adapter", "option", "option_values")},
         model=scored.model.name,

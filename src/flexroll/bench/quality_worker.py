@@ -117,31 +117,31 @@ def divergences(reference: Reference, tokens: Sequence[Sequence[int]]) -> list[D
 
 
 def compare(reference: Reference, scores: Sequence[Scores]) -> dict[str, Any]:
-    """kl, logprob_rms and top1_agreement of all given tokens.
+    """kl, logprob_rms and top1_agreement of all given tokens, and kl of each prompt's.
 
     Raises:
         ValueError: a log probability that is not finite.
     """
     import torch
 
-    squares, agreed, total, divergence, begin = 0.0, 0, 0, 0.0, 0
+    squares, agreed, begin = 0.0, 0, 0
     whole = all(s.full is not None for s in scores)
+    lengths, sums = [len(tokens) for tokens in reference.tokens], []
     for expected, own in zip(reference.tokens, scores, strict=True):
         exact = reference.full[begin : begin + len(expected)].double()
         given = exact[range(len(expected)), expected]
         squares += float((given - torch.tensor(own.logprobs, dtype=torch.float64)).square().sum())
         agreed += int((exact.argmax(-1) == torch.tensor(own.argmax)).sum())
         if whole:
-            divergence += float((exact.exp() * (exact - own.full.double())).sum())
-        total += len(expected)
+            sums.append(float((exact.exp() * (exact - own.full.double())).sum()))
         begin += len(expected)
-    if not (math.isfinite(squares) and math.isfinite(divergence)):
+    if not all(map(math.isfinite, (squares, *sums))):
         raise ValueError("log probabilities that are not finite")
-    return {
-        "kl": divergence / total if whole else None,
-        "logprob_rms": math.sqrt(squares / total),
-        "top1_agreement": agreed / total,
-    }
+    found = {"kl": None, "logprob_rms": math.sqrt(squares / begin), "top1_agreement": agreed / begin}
+    if not whole:
+        return found
+    each = [total / length for total, length in zip(sums, lengths, strict=True)]
+    return found | {"kl": math.fsum(sums) / begin, "kl_sequences": each, "sequence_tokens": lengths}
 
 
 def _coherence(model: Path, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from flexroll.check.files import COMPLETENESS, SCHEMA
@@ -75,6 +76,32 @@ def quality_as_configured(run: Run, target: Target) -> Iterator[Finding]:
     differ = [f"{name} {had}, expected {wanted}" for name, had, wanted in pairs if had != wanted]
     if differ:
         yield error("; ".join(differ))
+
+
+@check(COMPLETENESS, TARGETS)
+def quality_adds_up(run: Run, target: Target) -> Iterator[Finding]:
+    """A quality record's KL is the mean of its sequences', each by its tokens, and its counts are of what it lists."""
+    found = _record(run, target)
+    if found is None or found.status != "ok":
+        yield not_applicable("there is no record with numbers")
+        return
+    if found.kl is not None:
+        total = sum(found.sequence_tokens)
+        if total != found.tokens or min(found.sequence_tokens) < 1:
+            yield error(f"sequence_tokens add up to {total}, tokens is {found.tokens}")
+            return
+        pairs = zip(found.kl_sequences, found.sequence_tokens, strict=True)
+        mean = sum(kl * tokens for kl, tokens in pairs) / total
+        if not math.isclose(found.kl, mean, rel_tol=1e-9, abs_tol=1e-15):
+            yield error(f"kl is {found.kl:.6g}, its sequences give {mean:.6g}")
+    places = [(d.prompt, d.place) for d in found.divergences]
+    outside = [prompt for prompt, _ in places if not 0 <= prompt < found.prompts]
+    if outside or len({prompt for prompt, _ in places}) < len(places):
+        yield error("its divergences are not one a sequence")
+    if found.near_tie is not None and found.near_ties is not None:
+        ties = sum(d.gap <= found.near_tie for d in found.divergences)
+        if ties != found.near_ties:
+            yield error(f"near_ties is {found.near_ties}, {ties} of its divergences are")
 
 
 @check(PROVENANCE, MEASURED)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
+from flexroll.cpu_isa import remember_checks
 from flexroll.engine.decoder_config import DecoderConfig
 from flexroll.engine.kv_cache import KVCache
 from flexroll.engine.masks import Q_BLOCK, BoundsMask, DecodeMask, PrefillMask
@@ -133,6 +134,8 @@ def flex_attention_function(
     if compiled:
         problem = compile_problem(device)
         if problem is None:
+            if device.type == "cpu":
+                remember_checks()
             torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
             # Static shapes: with a symbolic batch the GPU kernel for decoding is silently replaced by a slower one.
             return torch.compile(flex.flex_attention, dynamic=False, fullgraph=True, mode=mode), True

@@ -22,6 +22,7 @@ def quality_table(analysis: Analysis, existing: set[str]) -> Table:
             "Stack": q.stack,
             "KL, nats a token": text.significant(q.kl) if q.status == "ok" else q.status,
             "Times the baseline's": NONE if q.baseline else text.significant(q.times),
+            "95 % interval": NONE if q.baseline else text.interval(q.times_low, q.times_high),
             "RMS of log-probabilities, nats": text.significant(q.logprob_rms),
             "Top-1 agreement": text.percent(q.top1_agreement, 2),
             "Diverged": NONE if q.diverged is None else f"{q.diverged} of {q.prompts}",

@@ -96,6 +96,7 @@ FACTS = {
     "fails": ("fails", "runs"),
     "losses_finite": ("finite", "not finite"),
     "rewards_expected": ("in range", "out of range"),
+    "admissible": ("admissible", "not admissible"),
 }
 
 

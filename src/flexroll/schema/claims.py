@@ -2,9 +2,9 @@
 
 A claim is one published sentence or table entry, or a finding of this project. Its kind says how it is judged:
 
-- absolute: a measured value of one configuration (tok/s, GB, ms), on the GPU it was published for;
+- absolute: a measured value of one configuration (tok/s, GB, ms, KL), on the GPU it was published for;
 - ratio, difference: one selection of cells against another, on any GPU, named beside the verdict;
-- boolean: something that holds or does not (drift, coherent text, a failing option);
+- boolean: something that holds or does not (drift, coherent text, a failing option, an admissible one);
 - arithmetic: the source's own numbers against each other, no measurement needed;
 - tested: something that a test of this repository asserts, by name;
 - statement: something that no cell of a run can judge; it says why, or what could.
@@ -12,8 +12,9 @@ A claim is one published sentence or table entry, or a finding of this project. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -28,8 +29,10 @@ Topic = Literal[
 ]
 CellMetric = Literal["tps", "decode_tps", "memory_gb", "round_s", "start_s"]
 DriftMetric = Literal["refresh_ms", "refresh_share", "peft_max_abs_diff", "peft_growth"]
+QualityMetric = Literal["kl_times"]
 TrainMetric = Literal["train_s", "step_s", "train_memory_gb", "kl", "reward"]
 CellFact = Literal["coherent", "fails"]
+QualityFact = Literal["admissible"]
 DriftFact = Literal["base_identical", "inference_identical", "merged_exact", "peft_drifts"]
 TrainFact = Literal["losses_finite", "rewards_expected"]
 Statistic = Literal["best", "median", "slowest"]
@@ -39,6 +42,9 @@ SourceKey = Literal[1, 2, 3]
 OWN_SOURCE = 3  # of `sources`: what this project found
 VERDICTS = ("reproduced", "within noise", "not reproduced", "contradicted by its own source", "not run")
 Verdict = Literal["reproduced", "within noise", "not reproduced", "contradicted by its own source", "not run"]
+
+
+Item = TypeVar("Item")
 
 
 def _listed(value: Any) -> list[Any]:
@@ -67,6 +73,17 @@ class Selector(Strict):
         """Where the values of a matching item stand in the lists: of two, the smaller is meant."""
         given = self.model_dump(exclude_none=True)
         return tuple(value.index(getattr(item, key)) for key, value in given.items() if isinstance(value, list))
+
+    def narrowed(self, items: Iterable[Item]) -> list[Item]:
+        """Of the items that match those of the smallest rank."""
+        found = [item for item in items if self.matches(item)]
+        first = min(map(self.rank, found), default=())
+        return [item for item in found if self.rank(item) == first]
+
+    @property
+    def engine(self) -> Selector:
+        """The same of what is scored, whatever its batches and lengths: backend, adapter, option and stack."""
+        return Selector(backend=self.backend, adapter=self.adapter, option=self.option, stack=self.stack)
 
     def __str__(self) -> str:
         given = self.model_dump(exclude_none=True)
@@ -167,10 +184,11 @@ class Quantity(ClaimBase):
 
 class AbsoluteClaim(Quantity):
     """round_s: seconds of a round, from its tok/s. refresh_share: seconds of a refresh over those of a round.
-    peft_growth: PEFT's largest difference after the last cycle over that after the first."""
+    peft_growth: PEFT's largest difference after the last cycle over that after the first. kl_times: KL to fp32 over
+    that of the config's `quality.baseline`, with the interval over the scored prompts."""
 
     kind: Literal["absolute"]
-    metric: CellMetric | DriftMetric | TrainMetric
+    metric: CellMetric | DriftMetric | QualityMetric | TrainMetric
     cells: Selector = Selector()
     unit: Unit
     gpu: str = "B200"
@@ -200,10 +218,14 @@ class DifferenceClaim(Quantity):
 
 
 class BooleanClaim(ClaimBase):
-    """reason: words that the reason of a failure must hold, for metric `fails`."""
+    """reason: words that the reason of a failure must hold, for metric `fails`.
+
+    coherent: of the cells' samples; of the scored greedy text (`quality`) where no cell has any. admissible: by the
+    quality records of the selected backend, adapter, option and stack.
+    """
 
     kind: Literal["boolean"]
-    metric: DriftFact | CellFact | TrainFact
+    metric: DriftFact | CellFact | QualityFact | TrainFact
     cells: Selector = Selector()
     value: bool = True
     reason: str = ""

@@ -133,6 +133,17 @@ class Repeats(Strict):
     min_round_s: float = Field(
         0, ge=0, description="A measured round runs its batch again until it has taken this long."
     )
+    fill_caches: bool = Field(
+        True,
+        description="A run of its own for each engine that compiles fills the compile caches before anything is "
+        "measured; false: the first process compiles, in its warm-up round.",
+    )
+
+    @model_validator(mode="after")
+    def _compiles_unmeasured(self) -> Repeats:
+        if not (self.fill_caches or self.warmup_rounds):
+            raise ValueError("fill_caches: false needs a warm-up round, for a measured one would compile")
+        return self
 
 
 class Limits(Strict):

@@ -16,14 +16,6 @@ FOUR_BIT = "NF4 weights (bitsandbytes), compute in the model's dtype: quantised 
 LOAD = "auto: the checkpoint's files, or weights drawn on the device where model.weights is drawn; dummy: drawn always."
 
 
-GPU_KERNELS = ("decode_kernel_options", "prefill_kernel_options", "replay")
-
-
-def for_gpu_kernels(values: dict[str, Any]) -> bool:
-    """Whether the values of a flex option set what only a GPU's attention kernels have; a CPU's read none of it."""
-    return any(values.get(name) for name in GPU_KERNELS)
-
-
 class FlexOptions(Strict):
     """Options of the flex engine. Kernel options are passed to the attention kernels as they are."""
 

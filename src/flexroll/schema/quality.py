@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, Job, expand
@@ -111,7 +111,8 @@ class QualityRecord(Base):
     """results/<run>/quality/<stack>-<backend>-<adapter>-<option>.json: one configuration against fp32.
 
     All numbers are None unless status is ok. kl, logprob_rms, top1_agreement are of the given tokens of the reference's
-    greedy continuations (teacher forcing), the rest of a free greedy run.
+    greedy continuations (teacher forcing), the rest of a free greedy run. KL a token is heavy-tailed, and tokens of one
+    sequence are not independent: kl_sequences is what an interval of kl is made from.
     """
 
     schema_version: int = 1
@@ -132,6 +133,13 @@ class QualityRecord(Base):
     kl: float | None = Field(
         None, description="Mean KL(fp32 || it), nats a token; None where it tells no whole distribution."
     )
+    kl_sequences: list[float] = Field(
+        default_factory=list,
+        description="The same of each prompt's continuation, in order of the prompts; never empty where kl is told.",
+    )
+    sequence_tokens: list[int] = Field(
+        default_factory=list, description="Tokens of each continuation: kl is the mean of kl_sequences, so weighted."
+    )
     logprob_rms: float | None = Field(
         None, description="Root mean square difference of the given tokens' log probabilities, nats."
     )
@@ -147,6 +155,13 @@ class QualityRecord(Base):
     reference_sha256: str = Field("", description="Hash of the reference's prompts and tokens.")
     seconds: float | None = Field(None, description="Of the whole process.")
     log: str = ""
+
+    @model_validator(mode="after")
+    def _kl_has_its_sequences(self) -> QualityRecord:
+        lengths = {len(self.kl_sequences), len(self.sequence_tokens)}
+        if self.status == "ok" and self.kl is not None and lengths != {self.prompts}:
+            raise ValueError(f"a KL needs kl_sequences and sequence_tokens of all its {self.prompts} prompts")
+        return self
 
     def is_of(self, target: Target) -> bool:
         return all(getattr(self, name) == getattr(target, name) for name in ("stack", "backend", "adapter", "option"))

@@ -121,16 +121,25 @@ def report(out: Path, write_defaults: bool) -> None:
         say(f"{FILE.name}: {summary.facts['kind']} options of '{part}' are the winner's now; flex cells are stale")
 
 
+def check_default(kind: Kind, device: str, page_size: int) -> None:
+    """Whether a sweep's winner could be a default at all: what cannot is said before an hour is spent on it.
+
+    Raises:
+        FlexrollError: it is not of a GPU's kernel options, or of another page size than the engine's default.
+    """
+    if kind == "engine" or device == "cpu":
+        raise FlexrollError("defaults are kernel options of a GPU; this sweep is of none, nothing was written")
+    if page_size != PAGE_SIZE:
+        raise FlexrollError(
+            f"the sweep runs with pages of {page_size} tokens, the engine's default is {PAGE_SIZE}: nothing was "
+            "written; leave --page-size or --write-defaults out"
+        )
+
+
 def become_default(summary: Summary, file: Path) -> str:
     """Write the winner into the defaults file; returns the GPU's name there. Raises FlexrollError with why not."""
     facts, w = summary.facts, summary.winner
-    if facts["kind"] == "engine" or facts["device"] == "cpu":
-        raise FlexrollError("defaults are kernel options of a GPU; this sweep is of none, nothing was written")
-    if facts["page_size"] != PAGE_SIZE:
-        raise FlexrollError(
-            f"the sweep ran with pages of {facts['page_size']} tokens, the engine's default is {PAGE_SIZE}: nothing "
-            "was written"
-        )
+    check_default(facts["kind"], facts["device"], facts["page_size"])
     if w is None or not w.faster:
         raise FlexrollError("no point is faster than the default by an interval that excludes 0: nothing was written")
     note = (

@@ -76,7 +76,7 @@ def quality_key(root: Path, target: Target, config: Config, device: str, inputs:
         {
             "target": target.model_dump(mode="json"),
             "model": [scored.model.model_dump(mode="json"), config.max_model_len, config.seed],
-            "asked": [config.quality.count, config.quality.new_tokens],
+            "asked": [config.quality.count, config.quality.new_tokens, config.quality.slots],
             "lock": lock_hash(root, target.stack, device),
             "source": backend_source_hash(target.backend, src),
             "scoring": module_hash(*SCORING, src=src),

@@ -181,6 +181,11 @@ class Quality(Strict):
     prompts: Prompts | None = None
     count: int = Field(32, ge=1, description="Prompts.")
     new_tokens: int = Field(64, ge=2, description="Tokens of the fp32 model's greedy continuation that are scored.")
+    slots: int | None = Field(
+        None,
+        ge=1,
+        description="Sequences that run at once; a measured batch's have their kernels already. Default: all.",
+    )
     baseline: str = "default"
     limit: float = Field(1.1, gt=1, description="An option is admissible up to this multiple of the baseline's KL.")
     near_tie: float = Field(
@@ -326,7 +331,7 @@ class Config(Strict):
             "max_model_len": self.max_model_len,
             "four_bit": self.four_bit.model_dump(mode="json"),
             "seed": self.seed,
-            "quality": {"count": quality.count, "new_tokens": quality.new_tokens},
+            "quality": {"count": quality.count, "new_tokens": quality.new_tokens, "slots": quality.slots},
             "drift": {"stacks": []},
             "experiments": {"quality": work},
         }

@@ -84,6 +84,7 @@ def job_of(target: Target, config: Config) -> Job:
         model=config.model.name,
         dtype=config.model.dtype,
         new_tokens=config.quality.new_tokens,
+        slots=config.quality.slots,
         ignore_eos=True,
         max_model_len=config.max_model_len,
         rounds=1,

@@ -23,7 +23,17 @@ from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.lengths import Lengths
 from flexroll.schema.load import known_stacks, load_config, parse_config
 
-PRESETS = ("demo", "smoke", "laboratory", "grpo", "h200-engine", "h200-options", "h200-grpo", "h200-grpo-curves")
+PRESETS = (
+    "demo",
+    "smoke",
+    "laboratory",
+    "grpo",
+    "grpo-curve",
+    "h200-engine",
+    "h200-options",
+    "h200-grpo",
+    "h200-grpo-curves",
+)
 CONFIGS = ["config.yaml", *(f"workflow/presets/{name}.yaml" for name in PRESETS)]
 
 

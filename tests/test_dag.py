@@ -352,7 +352,7 @@ def test_an_options_value_reruns_the_cells_that_have_it(tree: Path) -> None:
 LABORATORY = ("--config", "preset=laboratory")
 
 
-@pytest.mark.parametrize("name", ["laboratory", "h200-options"])
+@pytest.mark.parametrize("name", ["laboratory", "h200-options", "grpo"])
 def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -> None:
     code, output = snakemake(fresh, "-n", *NATIVE, "--config", f"preset={name}")
     assert code == 0, output
@@ -362,6 +362,24 @@ def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -
     steps = workflow_steps(load_config(fresh / f"workflow/presets/{name}.yaml", fresh), None, on_gpu=False)
     assert sum(steps.values()) == counted.pop("total")
     assert steps == counted
+
+
+def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:
+    """Each job asks for its session alone, of which one runs at a time, and for its share of the cores."""
+    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    common = tree / "workflow/rules/common.smk"
+    common.write_text(common.read_text().replace("DEVICE = provenance.device_class()", 'DEVICE = "NVIDIA H200"'))
+    for gpus, threads in ((1, 8), (2, 4)):
+        given = ("--cores", "8", "--resources", f"gpu={gpus}", "--config", "preset=h200-options")
+        code, output = snakemake(tree, "-n", *NATIVE, *given)
+        assert code == 0, output
+        benches = re.findall(r"^rule bench:\n((?: .*\n)+)", output, re.M)
+        assert len(benches) == 96
+        for told in benches:
+            session = re.search(r"-s(\d)/job\.json", told)
+            assert session and f"session{session[1]}=1" in told
+            assert sum(f"session{n}=1" in told for n in (1, 2, 3)) == 1
+            assert f"threads: {threads}\n" in told
 
 
 def test_a_run_fills_compile_caches_first_where_its_config_says_so(fresh: Path) -> None:

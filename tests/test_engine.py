@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import typing
 from types import SimpleNamespace
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention import flex_attention
+
 from engine_models import gsm_prompts, random_checkpoint, reference_greedy
 from flexroll.engine import Engine, SamplingParams
-from flexroll.engine.attention import with_block_sizes
+from flexroll.engine.attention import check_kernel_options, with_block_sizes
 from flexroll.engine.masks import Q_BLOCK
 from flexroll.errors import FlexrollError
 
@@ -306,6 +309,25 @@ def test_a_gpu_kernel_block_divides_that_of_the_mask():
     for given in ({"BLOCK_N": 32, "BLOCK_M": 16}, {"fwd_BLOCK_N": 128, "fwd_BLOCK_M": 128}):
         assert with_block_sizes(given, cuda, 64, prefill=True) == given
     assert with_block_sizes({"num_warps": 4}, cpu, 64, prefill=True) == {"num_warps": 4}
+
+
+def test_a_kernel_option_may_be_named_for_the_forward_pass():
+    declared = getattr(flex_attention, "FlexKernelOptions", None)
+    if declared is None:
+        pytest.skip("this torch declares no kernel options")
+
+    def checked(options, contiguous=True):
+        return check_kernel_options(options, "decode_kernel_options", contiguous)
+
+    for name in typing.get_type_hints(declared):
+        assert checked({name: 64}) == checked({f"fwd_{name}": 64}) == {name: 64}
+        with pytest.raises(FlexrollError, match=f"'{name}' and 'fwd_{name}' are the same here"):
+            checked({name: 64, f"fwd_{name}": 128})
+    with pytest.raises(FlexrollError, match="BLOCKS_ARE_CONTIGUOUS needs"):
+        checked({"fwd_BLOCKS_ARE_CONTIGUOUS": True}, contiguous=False)
+    for key in ("fwd_BLOCK_NN", "bwd_BLOCK_N", "forward_BLOCK_N"):
+        with pytest.raises(FlexrollError, match="no kernel option"):
+            checked({key: 64})
 
 
 def test_options_of_flex_attention_are_never_given_to_another(qwen3):

@@ -44,4 +44,6 @@ def sentence(config: Config, stacks: Iterable[str] | None = None) -> str:
         return ""
     steps = ", ".join(sorted({str(target.steps) for target in found}, key=int))
     long = f"{hours:.1f} hours" if hours >= 1 else f"{hours * 60:.0f} minutes"
-    return f"GRPO: {len(found)} runs of {steps} steps; about {long}, beside the above."
+    runs = f"{len(found)} run{'s' if len(found) > 1 else ''}"
+    beside = ", beside the above" if config.experiments else ""
+    return f"GRPO: {runs} of {steps} steps; about {long}{beside}."

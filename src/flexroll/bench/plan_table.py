@@ -13,12 +13,27 @@ from flexroll.schema.cells import Job
 from flexroll.schema.config import Config
 
 # Steps that take time, in the table's last lines.
-TOLD = ("quantise", "autotune", "warmup", "bench", "quality_quantise", "quality_reference", "quality", "drift")
+TOLD = ("quantise", "autotune", "warmup", "bench", "quality_quantise", "quality_reference", "quality", "drift", "grpo")
 
 
 def show(config: Config, plan: Plan, console: Console | None = None) -> None:
     """Print one line an engine configuration (all its sessions), then the totals."""
     console = console or Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    if plan.jobs:
+        console.print(_table(config, plan))
+        hours = f"{plan.hours:.1f} hours" if plan.hours >= 1 else f"{plan.hours * 60:.0f} minutes"
+        console.print(f"{len(plan.cells)} cells in {len(plan.jobs)} jobs; about {hours}, warm-up and scoring included.")
+    parts = [f"{count} {rule}" for rule, count in plan.steps.items() if rule in TOLD]
+    console.print(f"{sum(plan.steps.values())} steps of the workflow, among them {', '.join(parts)}.")
+    shards = f", NF4 shard {_gb(plan.shard_gb)}" if plan.shard_gb else ""
+    console.print(
+        f"Download: {_gb(plan.download_gb)} of weights. Disk: {_gb(plan.disk_gb)} (copies{shards}, missing stacks)."
+    )
+    if plan.jobs:
+        console.print(f"Device memory: {_gb(plan.device_gb)} (weights, and KV of the largest batch at max_model_len).")
+
+
+def _table(config: Config, plan: Plan) -> Table:
     table = Table(title=f"{config.run}: {config.title or config.model.name}", title_justify="left")
     for name in ("stack", "backend", "adapter", "option", "experiments", "batches"):
         table.add_column(name, overflow="fold")
@@ -41,16 +56,7 @@ def show(config: Config, plan: Plan, console: Console | None = None) -> None:
             str(len(cells)),
             f"{minutes:.1f}",
         )
-    console.print(table)
-    hours = f"{plan.hours:.1f} hours" if plan.hours >= 1 else f"{plan.hours * 60:.0f} minutes"
-    console.print(f"{len(plan.cells)} cells in {len(plan.jobs)} jobs; about {hours}, warm-up and scoring included.")
-    parts = [f"{count} {rule}" for rule, count in plan.steps.items() if rule in TOLD]
-    console.print(f"{sum(plan.steps.values())} steps of the workflow, among them {', '.join(parts)}.")
-    shards = f", NF4 shard {_gb(plan.shard_gb)}" if plan.shard_gb else ""
-    console.print(
-        f"Download: {_gb(plan.download_gb)} of weights. Disk: {_gb(plan.disk_gb)} (copies{shards}, missing stacks)."
-    )
-    console.print(f"Device memory: {_gb(plan.device_gb)} (weights, and KV of the largest batch at max_model_len).")
+    return table
 
 
 def _gb(value: float | None) -> str:

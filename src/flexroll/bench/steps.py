@@ -10,6 +10,7 @@ from flexroll.bench.quality import own_model
 from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.cells import Job, expand, jobs
 from flexroll.schema.config import Config
+from flexroll.schema.grpo_records import grpo_targets
 from flexroll.schema.quality import job_of, targets
 
 
@@ -36,7 +37,7 @@ def workflow_steps(config: Config, stacks: Iterable[str] | None, on_gpu: bool) -
     """{rule: how many times it runs} where nothing was made yet. stacks: only these."""
     only = None if stacks is None else set(stacks)
     used = [stack for stack in config.stacks if only is None or stack in only]
-    measured, scored = jobs(expand(config, only)), targets(config, only)
+    measured, scored, trained = jobs(expand(config, only)), targets(config, only), grpo_targets(config, only)
     scoring = [job_of(target, config) for target in scored]
     engines = {job.engine for job in measured}
     drifting = [stack for stack in config.drift.stacks if stack in used]
@@ -45,7 +46,7 @@ def workflow_steps(config: Config, stacks: Iterable[str] | None, on_gpu: bool) -
     steps = {
         "preflight": 1,
         "model": 1,
-        "prompts": 1,
+        "prompts": int(bool(reading)),
         "adapter": int(bool(drifting) or any(job.adapter != "none" for job in reading)),
         "merge": int(any(map(reads_merged, reading))),
         "quantise": int(any(map(wants_shard, reading))),
@@ -53,7 +54,7 @@ def workflow_steps(config: Config, stacks: Iterable[str] | None, on_gpu: bool) -
         "warmup": len({job.engine for job in measured if needs_warmup(job, engines, config, on_gpu)}),
         "bench": len(measured),
         "drift": len(drifting),
-        "perplexity": len(used) if config.model.source != "random" else 0,
+        "perplexity": len({job.stack for job in measured}) if config.model.source != "random" else 0,
         "quality_config": int(own),
         "quality_model": int(own),
         "quality_prompts": int(own),
@@ -62,6 +63,8 @@ def workflow_steps(config: Config, stacks: Iterable[str] | None, on_gpu: bool) -
         "quality_quantise": int(own and any(map(wants_shard, scoring))),
         "quality_reference": len({target.reference for target in scored}),
         "quality": len(scored),
+        "grpo_questions": int(bool(trained)),
+        "grpo": len(trained),
         "analyse": 1,
         "report": 1,
         "all": 1,

@@ -42,27 +42,32 @@ def compile_problem(device: torch.device) -> str | None:
 
 
 def check_kernel_options(options: dict[str, Any], name: str, contiguous: bool) -> dict[str, Any]:
-    """Return `options` if the installed torch knows every key; its compiler would fail on others far from the cause.
+    """`options` by their plain names, if the installed torch knows each; its compiler would fail on others far from the
+    cause. Torch takes `fwd_NAME` too, for the forward pass alone: there is no other here.
 
     contiguous: whether a sequence's pages lie one after another for its whole life.
 
     Raises:
-        FlexrollError: naming the key and the torch version.
+        FlexrollError: naming the key and the torch version, or a key that is given both ways.
     """
+    plain = {key.removeprefix("fwd_"): value for key, value in options.items()}
+    if len(plain) < len(options):
+        twice = next(key for key in plain if f"fwd_{key}" in options and key in options)
+        raise FlexrollError(f"{name}: '{twice}' and 'fwd_{twice}' are the same here; give one")
     declared = getattr(flex, "FlexKernelOptions", None)
     known = set(typing.get_type_hints(declared)) | {"SPLIT_KV"} if declared is not None else None
-    for key in options:
+    for key in plain:
         if known is not None and key not in known:
             raise FlexrollError(
                 f"{name}: torch {torch.__version__} has no kernel option '{key}'; it has {', '.join(sorted(known))}"
             )
-    if options.get("BLOCKS_ARE_CONTIGUOUS") and not contiguous:
+    if plain.get("BLOCKS_ARE_CONTIGUOUS") and not contiguous:
         # Pages from a free list lie anywhere; the flag would read other sequences' keys.
         raise FlexrollError(
             f"{name}: BLOCKS_ARE_CONTIGUOUS needs a sequence's pages to lie one after another for its whole life; "
             "leave it out, or give the engine contiguous=True"
         )
-    return dict(options)
+    return plain
 
 
 def with_block_sizes(options: dict[str, Any], device: torch.device, page_size: int, prefill: bool) -> dict[str, Any]:

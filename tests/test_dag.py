@@ -364,6 +364,9 @@ def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -
     assert steps == counted
 
 
+OPTIONS_H200 = "workflow/presets/h200-options.yaml"
+
+
 def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:
     """Each job asks for its session alone, of which one runs at a time, and for its share of the cores."""
     tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
@@ -374,7 +377,7 @@ def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path:
         code, output = snakemake(tree, "-n", *NATIVE, *given)
         assert code == 0, output
         benches = re.findall(r"^rule bench:\n((?: .*\n)+)", output, re.M)
-        assert len(benches) == 96
+        assert len(benches) == workflow_steps(load_config(fresh / OPTIONS_H200, fresh), None, on_gpu=True)["bench"]
         for told in benches:
             session = re.search(r"-s(\d)/job\.json", told)
             assert session and f"session{session[1]}=1" in told

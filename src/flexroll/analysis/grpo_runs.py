@@ -9,7 +9,7 @@ from typing import Any
 
 from flexroll.analysis.collect import is_gpu
 from flexroll.analysis.model import GrpoRun
-from flexroll.errors import FlexrollError
+from flexroll.analysis.reading import read_or_why
 from flexroll.schema.grpo import Grpo
 from flexroll.schema.grpo_records import GrpoRecord, GrpoStep, GrpoTarget, read_grpo
 from flexroll.schema.records import Environment
@@ -20,23 +20,8 @@ ROUNDING = 1e-6  # of means of rewards that are 0 or 1
 
 def read_run(results: Path, target: GrpoTarget, asked: Grpo, random: bool) -> tuple[GrpoRun, Environment | None]:
     """A run, whatever became of it, and what it ran in. random: weights are, so that its text is noise."""
-    found = _read(results, target)
+    found = read_or_why(results, target, read_grpo, "another run")
     return _run(target, found, asked, random), found.environment if isinstance(found, GrpoRecord) else None
-
-
-def _read(results: Path, target: GrpoTarget) -> GrpoRecord | tuple[str, str]:
-    """The record, or (status, reason) where there is none to read."""
-    path = results / target.file
-    try:
-        record = read_grpo(path)
-    except FlexrollError as error:
-        status = "unreadable" if path.exists() else "missing"
-        return status, str(error).replace(str(path), target.file)
-    except OSError as error:
-        return "unreadable", f"{target.file}: {error.strerror or error}"
-    if not record.is_of(target):
-        return "unreadable", f"{target.file}: holds another run; remove it and run again"
-    return record
 
 
 def _run(target: GrpoTarget, found: GrpoRecord | tuple[str, str], asked: Grpo, random: bool) -> GrpoRun:

@@ -14,7 +14,7 @@ from typing import Any
 from flexroll.analysis.kl_ratio import RESOLUTION, Times, kl_times
 from flexroll.analysis.model import Analysis, Configuration, QualityRow
 from flexroll.analysis.pairs import BASE_OPTION
-from flexroll.errors import FlexrollError
+from flexroll.analysis.reading import read_or_why
 from flexroll.schema.config import Config, Quality
 from flexroll.schema.quality import QualityRecord, Target, read_quality, targets
 
@@ -24,7 +24,7 @@ def read_qualities(config: Config, results: Path, stacks: Iterable[str] | None =
     if config.quality is None:
         return []
     wanted = targets(config, stacks)
-    records = {target.name: _read(results, target) for target in wanted}
+    records = {target.name: read_or_why(results, target, read_quality, "another configuration") for target in wanted}
     rows = []
     for target in wanted:
         same = {t.option: records[t.name] for t in wanted if _form(t) == _form(target)}
@@ -53,21 +53,6 @@ def is_inadmissible(configuration: Configuration, analysis: Analysis) -> bool:
 def _form(target: Target) -> tuple[str, str, str]:
     """What options are held against each other within."""
     return target.stack, target.backend, target.adapter
-
-
-def _read(results: Path, target: Target) -> QualityRecord | tuple[str, str]:
-    """The record, or (status, reason) where there is none to read."""
-    path = results / target.file
-    try:
-        record = read_quality(path)
-    except FlexrollError as error:
-        status = "unreadable" if path.exists() else "missing"
-        return status, str(error).replace(str(path), target.file)
-    except OSError as error:
-        return "unreadable", f"{target.file}: {error.strerror or error}"
-    if not record.is_of(target):
-        return "unreadable", f"{target.file}: holds another configuration; remove it and run again"
-    return record
 
 
 def _row(

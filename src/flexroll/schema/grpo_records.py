@@ -5,19 +5,17 @@ A record is self-contained, and a run that fails or cannot start is a record too
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from flexroll.errors import FlexrollError
 from flexroll.schema.config import Config
 from flexroll.schema.grpo import OPTIONS_OF, CompileMode, Pool, RolloutBackend
-from flexroll.schema.records import Base, Environment, Sample
+from flexroll.schema.records import Base, Environment, Sample, read_strictly
 
 FOLDER = "grpo"  # of records, under results/<run>; of what runs need while they last, under work/<run>
 
@@ -201,19 +199,5 @@ class GrpoRecord(Base):
 
 
 def read_grpo(path: Path) -> GrpoRecord:
-    """Read and validate a record.
-
-    Raises:
-        FlexrollError: the file is missing, cut short, or not such a record.
-    """
-    again = "remove it and run again"
-    try:
-        return GrpoRecord.model_validate(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise FlexrollError(f"{path}: missing; run the pipeline again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FlexrollError(f"{path}: not complete JSON ({error}); {again}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FlexrollError(f"{path}: not a GRPO record of this version ({where}: {first['msg']}); {again}") from None
+    """Read and validate one; see records.read_strictly."""
+    return read_strictly(path, GrpoRecord, "GRPO record", "remove it and run again", "run the pipeline again")

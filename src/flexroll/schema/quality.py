@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell, Job, expand
 from flexroll.schema.config import AdapterMode, Config, Sampling
-from flexroll.schema.records import Base, Coherence, Environment
+from flexroll.schema.records import Base, Coherence, Environment, read_strictly
 
 FOLDER = "quality"  # of records, under results/<run>; of what they are made from, under work/<run>
 
@@ -169,21 +167,5 @@ class QualityRecord(Base):
 
 
 def read_quality(path: Path) -> QualityRecord:
-    """Read and validate a record.
-
-    Raises:
-        FlexrollError: the file is missing, cut short, or not such a record.
-    """
-    again = "remove it and run again"
-    try:
-        return QualityRecord.model_validate(json.loads(path.read_text()))
-    except FileNotFoundError:
-        raise FlexrollError(f"{path}: missing; run the pipeline again") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FlexrollError(f"{path}: not complete JSON ({error}); {again}") from None
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise FlexrollError(
-            f"{path}: not a quality record of this version ({where}: {first['msg']}); {again}"
-        ) from None
+    """Read and validate one; see records.read_strictly."""
+    return read_strictly(path, QualityRecord, "quality record", "remove it and run again", "run the pipeline again")

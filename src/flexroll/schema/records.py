@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
@@ -16,6 +16,7 @@ from flexroll.errors import FlexrollError
 from flexroll.schema.cells import Cell
 
 SCHEMA_VERSION = 1
+Kind = TypeVar("Kind", bound=BaseModel)
 MANIFEST = "job.json"  # beside a job's records, written when each of its cells has one
 
 
@@ -206,20 +207,28 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """Read and validate a record.
+    """Read and validate a cell's record; see read_strictly."""
+    again = "`flexroll retry` and a new run measure it again"
+    return read_strictly(path, Record, "record", again, again)
+
+
+def read_strictly(path: Path, model: type[Kind], name: str, again: str, missing: str) -> Kind:
+    """Read and validate a JSON file of this model.
+
+    Args:
+        name: of such a file, in words. again, missing: what mends a bad one, and one that is not there.
 
     Raises:
-        FlexrollError: the file is missing, cut short, or not a record; the message says how to measure it again.
+        FlexrollError: the file is missing, cut short, or not such a record; the message says what mends it.
     """
     try:
-        return Record.model_validate(json.loads(path.read_text()))
+        return model.model_validate(json.loads(path.read_text()))
     except FileNotFoundError:
-        raise FlexrollError(f"{path}: missing; `flexroll retry` and a new run measure it again") from None
+        raise FlexrollError(f"{path}: missing; {missing}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise FlexrollError(
-            f"{path}: not complete JSON ({error}); `flexroll retry` and a new run measure it again"
-        ) from None
+        raise FlexrollError(f"{path}: not complete JSON ({error}); {again}") from None
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(p) for p in first["loc"])
-        raise FlexrollError(f"{path}: not a record of this version ({where}: {first['msg']})") from None
+        where = ".".join(map(str, first["loc"]))
+        problem = f"{where}: {first['msg']}" if where else first["msg"]
+        raise FlexrollError(f"{path}: not a {name} of this version ({problem}); {again}") from None

@@ -28,7 +28,7 @@ from flexroll.schema.grpo_records import FOLDER, GrpoRecord, GrpoTarget, grpo_ta
 # Fields that a target and its record have in common.
 SHARED = ("stack", "backend", "option", "option_values", "compile_mode", "pool", "seed")
 # What decides neither the numbers of a step nor how often the base is looked at.
-NO_PART_OF_KEY = {"backends", "run_s", "save_every", "reference", "kl_band", "reward_band"}
+NO_PART_OF_KEY = {"backends", "run_s", "save_every", "skip_steps", "reference", "kl_band", "reward_band"}
 
 
 def find_grpo_target(config: Config, name: str) -> GrpoTarget:

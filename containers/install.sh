@@ -35,8 +35,9 @@ if [ -d /var/cache/uv ] && [ -w /var/cache/uv ]; then
 else
   export UV_NO_CACHE=1
 fi
+export UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=180
 # Bytecode now: the image is read-only where it runs, and each process would compile what it imports (torch: seconds).
-export UV_PYTHON_DOWNLOADS=never UV_HTTP_TIMEOUT=180 UV_COMPILE_BYTECODE=1
+export UV_COMPILE_BYTECODE=1 UV_COMPILE_BYTECODE_TIMEOUT=0
 "$work/pip/bin/uv" venv --quiet --python "$(command -v python3)" /opt/flexroll/env
 "$work/pip/bin/uv" pip sync --quiet --python /opt/flexroll/env/bin/python --require-hashes "$inputs/$name/$variant.lock"
 

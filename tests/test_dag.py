@@ -385,6 +385,21 @@ def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path:
             assert f"threads: {threads}\n" in told
 
 
+def test_with_several_gpus_a_seed_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:
+    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    common = tree / "workflow/rules/common.smk"
+    common.write_text(common.read_text().replace("DEVICE = provenance.device_class()", 'DEVICE = "NVIDIA H200"'))
+    given = ("--cores", "8", "--resources", "gpu=2", "--config", "preset=h200-grpo")
+    code, output = snakemake(tree, "-n", *NATIVE, *given)
+    assert code == 0, output
+    runs = re.findall(r"^rule grpo:\n((?: .*\n)+)", output, re.M)
+    assert len(runs) == len(grpo_targets(load_config(tree / "workflow/presets/h200-grpo.yaml")))
+    for told in runs:
+        seed = re.search(r"-seed(\d)\.json", told)
+        assert seed and [f"seed{n}=1" in told for n in (0, 1, 2)] == [n == int(seed[1]) for n in (0, 1, 2)]
+        assert "threads: 4\n" in told
+
+
 def test_a_run_fills_compile_caches_first_where_its_config_says_so(fresh: Path) -> None:
     preset = fresh / "workflow/presets/laboratory.yaml"
     assert "fill_caches: false" in preset.read_text()

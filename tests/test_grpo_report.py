@@ -30,6 +30,7 @@ from flexroll.report import grpo, grpo_sentences
 from flexroll.report.figures import grpo as figures
 from flexroll.report.page import page
 from flexroll.report.render import render
+from flexroll.rl.run import _gpu_of_seed
 from flexroll.schema.claims import load_claims
 from flexroll.schema.config import Config
 from flexroll.schema.grpo_records import GrpoRecord, GrpoTarget, RewardOf
@@ -176,6 +177,42 @@ def test_other_devices_are_not_set_against_each_other(tmp_path: Path):
     config = grpo_runs.config()
     analysis = build(tmp_path, config, changed(config, "flex", gpu="NVIDIA H200"))
     assert row(analysis, "flex").speed is None and row(analysis, "trl").speed is not None
+
+
+def test_only_runs_on_one_card_are_set_against_each_other(tmp_path: Path):
+    """Seed by seed: cards of one model differ."""
+    config = grpo_runs.config()
+
+    def on(cards: dict[str, str]) -> GrpoRow:
+        def make(target: GrpoTarget) -> GrpoRecord:
+            card = cards.get(f"{target.backend}{target.seed}", f"GPU-{target.seed}")
+            return grpo_runs.record(
+                target, config, gpu="NVIDIA H200", environment=synthetic.environment(target.stack, "NVIDIA H200", card)
+            )
+
+        return row(build(tmp_path, config, make), "flex")
+
+    assert (on({}).speed.n, on({}).speed.over) == (3, "seeds")
+    moved = on({"flex2": "GPU-9"}).speed
+    assert moved.over == "steps" and moved.n == 10
+    assert on({f"flex{seed}": "GPU-9" for seed in range(3)}).speed is None
+
+
+def test_a_seed_stays_on_the_card_of_its_first_run(tmp_path: Path):
+    config = grpo_runs.config()
+
+    def make(target: GrpoTarget) -> GrpoRecord | None:
+        if target.backend == "vllm":
+            return None
+        card = synthetic.environment(target.stack, "NVIDIA H200", f"GPU-{target.seed}")
+        return grpo_runs.record(target, config, environment=card)
+
+    targets = grpo_runs.write(tmp_path, config, make)
+    folder = (tmp_path / targets[0].file).parent
+    assert {seed: _gpu_of_seed(folder, seed) for seed in (0, 1, 2, 3)} == {0: "GPU-0", 1: "GPU-1", 2: "GPU-2", 3: None}
+    for path in folder.glob("*-seed1.json"):
+        path.write_text("{")
+    assert _gpu_of_seed(folder, 1) is None
 
 
 def test_what_trains_alike_passes_the_gate(tmp_path: Path):

@@ -14,7 +14,7 @@ rule bench:
     # All cores: two measurements side by side spoil both.
     threads: CORES
     resources:
-        **SESSION,
+        **SESSIONS,
         config=CONFIG_PATH,
         gpu=int(DEVICE != "cpu"),
         runtime=lambda wildcards: job_minutes(JOBS[wildcards.job]),

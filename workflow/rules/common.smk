@@ -94,14 +94,14 @@ def cores_of_a_measurement():
     return max(1, (workflow.cores or 1) // gpus)
 
 
-def one_at_a_time():
-    """A resource a session, for `bench`: its jobs keep to one GPU, so that with several GPUs sessions run side by side."""
-    sessions = sorted({job.session for job in JOBS.values()})
-    for session in sessions:
-        workflow.register_resource(f"session{session}", 1)
+def lanes(kind, group_of):
+    """A resource a group (a session, a seed), of which one job runs at a time: its jobs keep to one GPU, as what is held
+    against each other must, so that with several GPUs groups run side by side. group_of: by the rule's one wildcard."""
+    groups = sorted(set(group_of.values()))
+    for group in groups:
+        workflow.register_resource(f"{kind}{group}", 1)
     return {
-        f"session{session}": lambda wildcards, session=session: int(JOBS[wildcards.job].session == session)
-        for session in sessions
+        f"{kind}{group}": lambda wildcards, group=group: int(group_of[wildcards[0]] == group) for group in groups
     }
 
 
@@ -168,7 +168,7 @@ try:
     PRIORITY = {job.name: n for n, job in enumerate(reversed(measuring_order(JOBS.values(), CONFIG.seed)), 1)}
     FIRST = len(JOBS) + 1  # inputs and warm-ups: a job that waited for them would leave its block
     CORES = cores_of_a_measurement()
-    SESSION = one_at_a_time()
+    SESSIONS = lanes("session", {name: job.session for name, job in JOBS.items()})
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
     ENGINES = {job.engine: job for job in reversed(JOBS.values())}  # the first session stands for its engine
     RUNTIME, NO_IMAGES = use_images()
@@ -178,6 +178,7 @@ try:
     SCORED = f"work/{RUN}/quality" if own_model(CONFIG) else f"work/{RUN}"  # the model that is scored, and its prompts
     QUALITY_KEYS = {name: quality_key(ROOT, target, CONFIG, DEVICE) for name, target in TARGETS.items()}
     TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
+    SEEDS = lanes("seed", {name: target.seed for name, target in TRAININGS.items()})
     TRAINING_KEYS = {name: grpo_key(ROOT, target, CONFIG, DEVICE) for name, target in TRAININGS.items()}
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}
     CODE = {

@@ -39,6 +39,7 @@ if TRAININGS:
         # All cores: two measurements side by side spoil both.
         threads: CORES
         resources:
+            **SEEDS,
             config=CONFIG_PATH,
             gpu=int(DEVICE != "cpu"),
             runtime=int(CONFIG.grpo.run_s / 60) + 2,

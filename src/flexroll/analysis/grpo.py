@@ -144,9 +144,9 @@ def _means(row: GrpoRow, name: str, asked: Grpo, steps: int | None = None) -> di
 
 
 def _pairs(row: GrpoRow, baseline: GrpoRow) -> list[tuple[GrpoRun, GrpoRun]]:
-    """Runs of the two with the same seed."""
-    theirs = {run.seed: run for run in baseline.ok}
-    return [(run, theirs[run.seed]) for run in row.ok if run.seed in theirs]
+    """Runs of the two with the same seed, on the same card: cards of one model differ."""
+    theirs = {(run.seed, run.device_uuid): run for run in baseline.ok}
+    return [(run, theirs[key]) for run in row.ok if (key := (run.seed, run.device_uuid)) in theirs]
 
 
 def _speed(row: GrpoRow, baseline: GrpoRow, asked: Grpo) -> Share | None:

@@ -53,7 +53,7 @@ def judge_training(claim: Claim, claims: ClaimsFile, run: Run, row: VerdictRow) 
         a, b = _value(over, claim.metric), _value(under, claim.metric)
         measured = Measured(a.value / b.value, a.low / b.high, a.high / b.low)
         _fill(row, [over, under], measured)
-        if len({one.device_uuid for side in (over, under) for one in side.ok}) > 1:
+        if {one.device_uuid for one in over.ok} != {one.device_uuid for one in under.ok}:
             raise NotRunError("the two sides ran on different devices, and cards of one model differ")
         _fits(claim, claims, run, [over, under])
         hold_against(claim, measured, row, distinct=claim.value == 1 or not measured.low <= 1 <= measured.high)

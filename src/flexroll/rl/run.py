@@ -5,6 +5,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import shutil
 from pathlib import Path
@@ -23,7 +24,7 @@ from flexroll.rl.spec import GrpoSpec
 from flexroll.rl.supervise import Supervised, read_state
 from flexroll.schema.config import Config
 from flexroll.schema.grpo import OPTIONS_OF, Grpo
-from flexroll.schema.grpo_records import FOLDER, GrpoRecord, GrpoTarget, grpo_targets
+from flexroll.schema.grpo_records import FOLDER, GrpoRecord, GrpoTarget, grpo_targets, read_grpo
 
 # Fields that a target and its record have in common.
 SHARED = ("stack", "backend", "option", "option_values", "compile_mode", "pool", "seed")
@@ -132,7 +133,6 @@ def grpo(
         shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     log = log or out.parent.parent / "logs" / f"{FOLDER}-{target.name}.log"
-    environment = describe(root, stack, OPTIONS_OF.get(target.backend, target.backend))
     record = GrpoRecord(
         **{part: getattr(target, part) for part in SHARED},
         settings=config.grpo.model_dump(mode="json", exclude={"backends"}) | {"steps": target.steps, "rewards": names},
@@ -142,13 +142,14 @@ def grpo(
         reason="the run did not begin",
         key=key,
         device=device,
-        environment=environment.model_copy(update={"source_sha256": grpo_source_hash(target.backend)}),
         log=f"{log.parent.name}/{log.name}",
     )
     run = Supervised(record, spec, out, log, keep_checkpoints)
     task = {"spec": spec.model_dump(mode="json"), "rewards": names} | ({"builder": builder} if builder else {})
     try:
-        with stop_signals(), device_lease(root, device):
+        with stop_signals(), device_lease(root, device, _gpu_of_seed(out.parent, target.seed)):
+            environment = describe(root, stack, OPTIONS_OF.get(target.backend, target.backend))
+            run.record.environment = environment.model_copy(update={"source_sha256": grpo_source_hash(target.backend)})
             run.supervise(task, worker_env(root, target.stack, device))
     except Stopped as error:
         run.end({"status": "failed", "reason": f"stopped (signal {error.signum}) {run.where}"})
@@ -159,6 +160,16 @@ def grpo(
 def adapter_folder(work: Path, target: GrpoTarget) -> Path:
     """Where a run that ended well leaves its adapter."""
     return work / FOLDER / target.name / ADAPTER
+
+
+def _gpu_of_seed(records: Path, seed: int) -> str | None:
+    """UUID of the GPU that a seed's first runs trained on: runs are held against each other by seed, on one card."""
+    for path in sorted(records.glob(f"*-seed{seed}.json")):
+        with contextlib.suppress(FlexrollError):
+            environment = read_grpo(path).environment
+            if environment is not None and environment.device_uuid:
+                return environment.device_uuid
+    return None
 
 
 def _same_run(folder: Path, key: str) -> bool:

@@ -17,7 +17,7 @@ def compile_forward(model: Any, mode: str) -> None:
     from torch._dynamo.utils import set_compilation_metrics_limit
 
     set_compilation_metrics_limit(METRICS)
-    if model.device.type == "cpu":
+    if all(parameter.device.type == "cpu" for parameter in model.parameters()):
         remember_checks()
     model.forward = torch.compile(model.forward, mode=mode)
 

@@ -12,8 +12,10 @@ from flexroll.analysis.blocks import paired_ratio
 from flexroll.analysis.claims_cells import check_reason, judge_cells
 from flexroll.analysis.claims_quality import judge_admissible, measure_kl_times
 from flexroll.analysis.claims_run import TRAINING, Measured, NotRunError, Run, check_run, devices, foreign, unfit
+from flexroll.analysis.claims_verdict import hold_against
 from flexroll.analysis.model import DriftRow, Result, VerdictRow
 from flexroll.analysis.pairs import key_of
+from flexroll.analysis.train_claims import judge_training
 from flexroll.errors import FlexrollError
 from flexroll.provenance import find_root
 from flexroll.schema.claims import (
@@ -34,8 +36,6 @@ from flexroll.schema.claims import (
 
 DRIFT_METRICS, DRIFT_FACTS = get_args(DriftMetric), get_args(DriftFact)
 QUALITY_METRICS = get_args(QualityMetric)
-OVERLAP = "the two sides' rounds overlap, so no difference was seen"
-HOLDS = "the interval of the ratio holds the value, so no difference was seen"
 FIELDS = {"best": "best", "median": "median", "slowest": "min"}
 
 
@@ -64,8 +64,6 @@ def judge(claim: Claim, claims: ClaimsFile, run: Run) -> VerdictRow:
         row.published = None  # an order of two, without a number
     try:
         if row.metric in TRAINING:
-            from flexroll.analysis.train_claims import judge_training  # it needs this module
-
             judge_training(claim, claims, run, row)
         else:
             JUDGES[claim.kind](claim, claims, run, row)
@@ -193,36 +191,6 @@ def _over_blocks(claim: RatioClaim | DifferenceClaim, over: Result, under: Resul
     if found.ratio is None or found.low is None or found.high is None:
         return None
     return Measured(found.ratio, found.low, found.high, interval=True)
-
-
-def hold_against(
-    claim: AbsoluteClaim | RatioClaim | DifferenceClaim, measured: Measured, row: VerdictRow, distinct: bool
-) -> None:
-    slack, around = claim.tolerance * claim.value, measured.low <= claim.value <= measured.high
-    close = abs(measured.value - claim.value) <= slack
-    inside = {
-        "about": close,
-        "at_least": measured.value >= claim.value - slack,
-        "at_most": measured.value <= claim.value + slack,
-        "more": measured.value > claim.value and not around,
-        "less": measured.value < claim.value and not around,
-        "same": close or around,
-    }[claim.direction]
-    side = "above" if measured.value > claim.value else "below"
-    overlap = HOLDS if measured.interval else OVERLAP
-    behind = "the 95 % interval" if measured.interval else "the range of the measured rounds"
-    if inside and (distinct or claim.direction != "about"):
-        row.verdict = "reproduced"
-        if claim.direction == "same" and not close:
-            row.reason = overlap
-    elif inside or (around and claim.direction in ("more", "less")):
-        row.verdict, row.reason = "within noise", overlap
-    elif around:
-        row.verdict, row.reason = "within noise", f"outside the tolerance, inside {behind}"
-    elif claim.direction in ("more", "less"):
-        row.verdict, row.reason = "not reproduced", f"{side} the published value, and {behind} does not hold it"
-    else:
-        row.verdict, row.reason = "not reproduced", f"{side} the published value by more than {claim.tolerance:.0%}"
 
 
 def _drifts(claim: AbsoluteClaim | BooleanClaim, run: Run) -> list[DriftRow]:

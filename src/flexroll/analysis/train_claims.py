@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from flexroll.analysis.claims import hold_against
 from flexroll.analysis.claims_run import Measured, NotRunError, Run, unfit
+from flexroll.analysis.claims_verdict import hold_against
 from flexroll.analysis.grpo import chosen
 from flexroll.analysis.model import GrpoRow, GrpoRun, PublishedTraining, VerdictRow
 from flexroll.schema.claims import AbsoluteClaim, BooleanClaim, Claim, ClaimsFile, RatioClaim, Selector

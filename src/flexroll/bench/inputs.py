@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from flexroll.errors import FlexrollError
 from flexroll.provenance import hash_json
 from flexroll.schema.cells import Job, expand, jobs
 from flexroll.schema.config import Config
+from flexroll.schema.names import named
 
 SHARD = "four_bit"  # folder of the NF4 checkpoint, under work/<run>
 MERGED_FILES = "files.json"  # {name: sha256} of the merged checkpoint, written when it is complete
@@ -38,14 +38,7 @@ class Inputs:
 
 def find_job(config: Config, name: str) -> Job:
     """The job of that name. Raises FlexrollError with the nearest name there is."""
-    found = {job.name: job for job in jobs(expand(config))}
-    if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
-        raise FlexrollError(
-            f"no job '{name}' in run {config.run}; "
-            + (f"did you mean '{close[0]}'?" if close else "see `flexroll plan`")
-        )
-    return found[name]
+    return named(name, {job.name: job for job in jobs(expand(config))}, "job", config.run, "see `flexroll plan`")
 
 
 def read_inputs(work: Path, job: Job, root: Path, tuned: Path | None = None) -> Inputs:

@@ -5,7 +5,6 @@ What becomes of it is a record in any case: a configuration that cannot be score
 
 from __future__ import annotations
 
-import difflib
 import json
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from flexroll.bench.task import engine_spec, read_prompts
 from flexroll.errors import FlexrollError
 from flexroll.provenance import backend_source_hash, device_class, hash_json, lock_hash, module_hash, variant
 from flexroll.schema.config import Config, Limits
+from flexroll.schema.names import named
 from flexroll.schema.quality import FOLDER, QualityRecord, Target, job_of, targets
 from flexroll.schema.records import write_json
 
@@ -36,12 +36,7 @@ def find_target(config: Config, name: str) -> Target:
     """The configuration of that name. Raises FlexrollError with the nearest name there is."""
     if config.quality is None:
         raise FlexrollError(f"run {config.run} asks for no scoring; add `quality: {{}}` to its config")
-    found = {target.name: target for target in targets(config)}
-    if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"there are: {', '.join(found)}"
-        raise FlexrollError(f"no engine configuration '{name}' in run {config.run}; {hint}")
-    return found[name]
+    return named(name, {target.name: target for target in targets(config)}, "engine configuration", config.run)
 
 
 def own_model(config: Config) -> bool:

@@ -6,16 +6,18 @@ import statistics
 from collections.abc import Iterator
 
 from flexroll.check.files import COMPLETENESS, SCHEMA
+from flexroll.check.plausibility import PLAUSIBILITY
 from flexroll.check.provenance import HASH, PROVENANCE
+from flexroll.check.records import own, recorded, whole
 from flexroll.check.registry import Finding, Over, check, error, not_applicable, warning
 from flexroll.check.submission import Run
+from flexroll.check.work import WORK
 from flexroll.provenance import hash_json
+from flexroll.schema.grpo import JUDGING
 from flexroll.schema.grpo_records import GrpoRecord, GrpoTarget
 
 SLACK = 0.02  # of a step: clocks are read a few times in it
-WORK, PLAUSIBILITY = "fixed work", "plausibility"
-# Of the settings, those that judge a run and do not make it.
-JUDGING = ("backends", "reference", "kl_band", "reward_band", "skip_steps", "run_s", "save_every")
+
 
 TRAININGS = Over("GRPO run of the config", lambda run: run.trainings, lambda target: target.file)
 TRAINED = Over(
@@ -26,33 +28,26 @@ TRAINED = Over(
 
 
 def _record(run: Run, target: GrpoTarget) -> GrpoRecord | None:
-    found = run.trained.get(target.file)
-    return found if isinstance(found, GrpoRecord) and found.is_of(target) else None
+    return own(run.trained.get(target.file), target)
 
 
 @check(SCHEMA, TRAININGS)
 def grpo_schema(run: Run, target: GrpoTarget) -> Iterator[Finding]:
     """A GRPO record is whole and of the strict model."""
-    found = run.trained.get(target.file)
-    if isinstance(found, str):
-        yield error(found)
-    elif found is None:
-        yield not_applicable("there is none to read")
+    yield from whole(run.trained.get(target.file))
 
 
 @check(COMPLETENESS, TRAININGS)
 def grpo_recorded(run: Run, target: GrpoTarget) -> Iterator[Finding]:
     """Every run that the config asks for has a record of its own, with all steps, or why it has not."""
-    found = run.trained.get(target.file)
-    if found is None:
-        yield error("no record of this run")
-    elif isinstance(found, str):
-        yield not_applicable("a record that cannot be read does not tell whose it is")
-    elif not found.is_of(target):
-        yield error(f"is of {found.stack}, {found.backend}, {found.option}, seed {found.seed}")
-    elif found.status != "ok" and not found.reason.strip():
-        yield error(f"{found.status} without a reason")
-    elif found.status == "ok" and [step.step for step in found.steps] != list(range(1, target.steps + 1)):
+    yield from recorded(
+        run.trained.get(target.file),
+        target,
+        "no record of this run",
+        lambda found: f"{found.stack}, {found.backend}, {found.option}, seed {found.seed}",
+    )
+    found = _record(run, target)
+    if found and found.status == "ok" and [step.step for step in found.steps] != list(range(1, target.steps + 1)):
         yield error(f"holds steps {_short([step.step for step in found.steps])}, expected 1 to {target.steps}")
 
 

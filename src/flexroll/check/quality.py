@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from flexroll.check.files import COMPLETENESS, SCHEMA
 from flexroll.check.provenance import HASH, PROVENANCE
+from flexroll.check.records import own, recorded, whole
 from flexroll.check.registry import Finding, Over, check, error, not_applicable
 from flexroll.check.submission import Run
 from flexroll.schema.quality import QualityRecord, Target
@@ -24,37 +25,29 @@ MEASURED = Over(
 def _measured(run: Run, target: Target) -> list[Environment]:
     """Environments of the measured cells of its backend and stack."""
     place = (target.stack, target.backend)
-    own = (held.record.environment for held in run.measured if (held.cell.stack, held.cell.backend) == place)
-    return [environment for environment in own if environment is not None]
+    found = (held.record.environment for held in run.measured if (held.cell.stack, held.cell.backend) == place)
+    return [environment for environment in found if environment is not None]
 
 
 def _record(run: Run, target: Target) -> QualityRecord | None:
-    found = run.qualities.get(target.file)
-    return found if isinstance(found, QualityRecord) and found.is_of(target) else None
+    return own(run.qualities.get(target.file), target)
 
 
 @check(SCHEMA, TARGETS)
 def quality_schema(run: Run, target: Target) -> Iterator[Finding]:
     """A quality record is whole and of the strict model."""
-    found = run.qualities.get(target.file)
-    if isinstance(found, str):
-        yield error(found)
-    elif found is None:
-        yield not_applicable("there is none to read")
+    yield from whole(run.qualities.get(target.file))
 
 
 @check(COMPLETENESS, TARGETS)
 def quality_recorded(run: Run, target: Target) -> Iterator[Finding]:
     """Every configuration that the config scores has a record of its own, which says why where it was not scored."""
-    found = run.qualities.get(target.file)
-    if found is None:
-        yield error("no quality record of this configuration")
-    elif isinstance(found, str):
-        yield not_applicable("a record that cannot be read does not tell whose it is")
-    elif not found.is_of(target):
-        yield error(f"is of {found.stack}, {found.backend}, {found.adapter}, {found.option}")
-    elif found.status != "ok" and not found.reason.strip():
-        yield error(f"{found.status} without a reason")
+    yield from recorded(
+        run.qualities.get(target.file),
+        target,
+        "no quality record of this configuration",
+        lambda found: f"{found.stack}, {found.backend}, {found.adapter}, {found.option}",
+    )
 
 
 @check(COMPLETENESS, TARGETS)

@@ -6,7 +6,6 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,25 +22,19 @@ from flexroll.rl.rollouts import CLASSES
 from flexroll.rl.spec import GrpoSpec
 from flexroll.rl.supervise import Supervised, read_state
 from flexroll.schema.config import Config
-from flexroll.schema.grpo import OPTIONS_OF, Grpo
+from flexroll.schema.grpo import JUDGING, OPTIONS_OF, Grpo
 from flexroll.schema.grpo_records import FOLDER, GrpoRecord, GrpoTarget, grpo_targets, read_grpo
+from flexroll.schema.names import named
 
 # Fields that a target and its record have in common.
 SHARED = ("stack", "backend", "option", "option_values", "compile_mode", "pool", "seed")
-# What decides neither the numbers of a step nor how often the base is looked at.
-NO_PART_OF_KEY = {"backends", "run_s", "save_every", "skip_steps", "reference", "kl_band", "reward_band"}
 
 
 def find_grpo_target(config: Config, name: str) -> GrpoTarget:
     """The run of that name. Raises FlexrollError with the nearest name there is."""
     if config.grpo is None:
         raise FlexrollError(f"run {config.run} trains nothing; add `grpo:` to its config")
-    found = {target.name: target for target in grpo_targets(config)}
-    if name not in found:
-        close = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean '{close[0]}'?" if close else f"there are: {', '.join(found)}"
-        raise FlexrollError(f"no GRPO run '{name}' in run {config.run}; {hint}")
-    return found[name]
+    return named(name, {target.name: target for target in grpo_targets(config)}, "GRPO run", config.run)
 
 
 def grpo_source_hash(backend: str, src: Path | None = None) -> str:
@@ -62,7 +55,7 @@ def grpo_key(root: Path, target: GrpoTarget, config: Config, device: str, inputs
     return hash_json(
         {
             "target": target.model_dump(mode="json"),
-            "settings": config.grpo.model_dump(mode="json", exclude=NO_PART_OF_KEY | {"prompts"}),
+            "settings": config.grpo.model_dump(mode="json", exclude=JUDGING | {"prompts"}),
             "prompts": prompts.model_dump(mode="json"),
             "sampling": config.samplings[config.grpo.sampling].model_dump(mode="json"),
             "adapter": config.adapter.model_dump(mode="json", include={"rank", "alpha", "targets"}),

@@ -13,6 +13,8 @@ RolloutBackend = Literal["flex", "vllm", "unsloth", "transformers_cb", "transfor
 CompileMode = Literal["default", "reduce-overhead", "max-autotune-no-cudagraphs"]
 Pool = Literal["kept", "released"]
 RewardName = Literal["exact", "format", "distinct"]
+# Of `grpo:`, what names, limits, saves or judges runs, and makes none of their numbers.
+JUDGING = frozenset({"backends", "reference", "kl_band", "reward_band", "skip_steps", "run_s", "save_every"})
 # Whose engine options (`options` of a config) a rollout backend takes.
 OPTIONS_OF = {"transformers_cb_sdpa": "transformers_cb", "trl": "transformers_generate"}
 LABELS = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexroll.bench.checkpoint import read_config
 from flexroll.bench.console import say
@@ -15,9 +15,10 @@ from flexroll.bench.task import read_input
 from flexroll.chat import Messages
 from flexroll.errors import FlexrollError
 from flexroll.provenance import hash_json
-from flexroll.schema.config import Config, Prompts
+from flexroll.schema.config import Config
 from flexroll.schema.lengths import longest
 from flexroll.schema.records import write_json
+from flexroll.schema.sources import Prompts
 from flexroll.tokenizer import Tokenizer
 
 
@@ -77,35 +78,63 @@ def longest_prompt(config: Config) -> int:
 def _from_file(
     config: Config, path: Path, folder: Path, needed: int, limit: int
 ) -> tuple[list[dict[str, Any]], int, int]:
-    if not (folder / "tokenizer.json").exists():
-        raise FlexrollError(f"{folder / 'tokenizer.json'}: missing; without one only prompts.source: random works")
-    tokenizer = Tokenizer(folder)
-    template = tokenizer.template if config.prompts.format == "chat" else None
+    rows = UsableRows(config.prompts, path, folder, limit)
     prompts: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    left_out = duplicates = 0
-    for index, row in enumerate(read_rows(path, [config.prompts.field])):
-        messages = chat_messages(row, config.prompts.field, path, index)
-        text = template.render(messages) if template else "\n\n".join(m["content"] for m in messages)
-        if text in seen:
-            duplicates += 1
-            continue
-        seen.add(text)
-        # A template writes its own special tokens; plain text gets those the tokenizer adds (a BOS, for Llama).
-        ids = tokenizer.encode(text, special=template is None)
-        if not ids:
-            raise FlexrollError(f"{path}: prompt {index} is empty; every prompt needs text")
-        if len(ids) > limit:
-            left_out += 1
-            continue
-        prompts.append({"text": text, "ids": ids})
+    for usable in rows:
+        prompts.append({"text": usable.text, "ids": usable.ids})
         if len(prompts) == needed:
-            return prompts, left_out, duplicates
+            return prompts, rows.left_out, rows.duplicates
     raise FlexrollError(
-        f"{path}: {len(prompts)} usable prompts ({left_out} longer than {limit} tokens, "
-        f"{duplicates} repeated), the run needs {needed}; "
+        f"{path}: {len(prompts)} usable prompts ({rows.left_out} longer than {limit} tokens, "
+        f"{rows.duplicates} repeated), the run needs {needed}; "
         "lower prompts.count and batches, or raise prompts.max_tokens"
     )
+
+
+class Usable(NamedTuple):
+    """A row as its file has it, its chat messages, and the prompt they make as text and token ids."""
+
+    index: int
+    row: Any
+    messages: Messages
+    text: str
+    ids: list[int]
+
+
+class UsableRows:
+    """The rows of a file of prompts, each prompt once and none of more than `limit` tokens; left_out and duplicates
+    count the others so far. columns: more of a parquet file's than the prompts'.
+
+    Raises:
+        FlexrollError: no tokenizer or chat template; on the way, an empty prompt (with its index), a bad file.
+    """
+
+    def __init__(self, prompts: Prompts, path: Path, folder: Path, limit: int, columns: Sequence[str] = ()) -> None:
+        if not (folder / "tokenizer.json").exists():
+            raise FlexrollError(f"{folder / 'tokenizer.json'}: missing; without one only prompts.source: random works")
+        self.tokenizer = Tokenizer(folder)
+        self.template = self.tokenizer.template if prompts.format == "chat" else None
+        self.prompts, self.path, self.limit = prompts, path, limit
+        self.columns = list(dict.fromkeys([prompts.field, *columns]))
+        self.left_out = self.duplicates = 0
+
+    def __iter__(self) -> Iterator[Usable]:
+        seen: set[str] = set()
+        for index, row in enumerate(read_rows(self.path, self.columns)):
+            messages = chat_messages(row, self.prompts.field, self.path, index)
+            text = self.template.render(messages) if self.template else "\n\n".join(m["content"] for m in messages)
+            if text in seen:
+                self.duplicates += 1
+                continue
+            seen.add(text)
+            # A template writes its own special tokens; plain text gets those the tokenizer adds (a BOS, for Llama).
+            ids = self.tokenizer.encode(text, special=self.template is None)
+            if not ids:
+                raise FlexrollError(f"{self.path}: prompt {index} is empty; every prompt needs text")
+            if len(ids) > self.limit:
+                self.left_out += 1
+                continue
+            yield Usable(index, row, messages, text, ids)
 
 
 def chat_messages(row: Any, field: str, path: Path, index: int) -> Messages:

@@ -6,20 +6,19 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from flexroll.bench.checkpoint import fingerprint, read_config
 from flexroll.bench.console import say
-from flexroll.bench.prompts import chat_messages, prompts_file, read_rows
+from flexroll.bench.prompts import UsableRows, prompts_file
 from flexroll.bench.task import read_input
 from flexroll.errors import FlexrollError
 from flexroll.provenance import hash_json
 from flexroll.schema.architecture import eos_ids
-from flexroll.schema.config import Config, Prompts
+from flexroll.schema.config import Config
 from flexroll.schema.records import write_json
-from flexroll.tokenizer import Tokenizer
+from flexroll.schema.sources import Prompts
 
 Row = dict[str, Any]  # prompt: chat messages, or plain text; answer: str, "" where there is none
 COMMAND = "grpo-questions"
@@ -75,38 +74,20 @@ def read_questions(path: Path) -> dict[str, Any]:
 
 
 def _from_file(prompts: Prompts, path: Path, folder: Path, limit: int, every: bool) -> tuple[list[Row], int, int]:
-    if not (folder / "tokenizer.json").exists():
-        raise FlexrollError(f"{folder / 'tokenizer.json'}: missing; without one only prompts.source: random works")
-    tokenizer = Tokenizer(folder)
+    columns = [] if prompts.answer is None else [prompts.answer.split(".")[0]]  # a dotted key's first part
+    rows = UsableRows(prompts, path, folder, limit, columns)
     found: list[Row] = []
-    seen: set[str] = set()
-    left_out = duplicates = 0
-    for index, row in enumerate(_rows(prompts, path)):
-        messages = chat_messages(row, prompts.field, path, index)
-        chat = prompts.format == "chat"
-        text = tokenizer.template.render(messages) if chat else "\n\n".join(m["content"] for m in messages)
-        if text in seen:
-            duplicates += 1
-            continue
-        seen.add(text)
-        if len(tokenizer.encode(text, special=not chat)) > limit:
-            left_out += 1
-            continue
-        answer = "" if prompts.answer is None else _answer(row, prompts.answer, path, index)
-        found.append({"prompt": messages if chat else text, "answer": answer})
+    for usable in rows:
+        answer = "" if prompts.answer is None else _answer(usable.row, prompts.answer, path, usable.index)
+        found.append({"prompt": usable.messages if prompts.format == "chat" else usable.text, "answer": answer})
         if len(found) == prompts.count and not every:
-            return found, left_out, duplicates
+            return found, rows.left_out, rows.duplicates
     if every and found:
-        return found, left_out, duplicates
+        return found, rows.left_out, rows.duplicates
     raise FlexrollError(
-        f"{path}: {len(found)} usable questions ({left_out} longer than {limit} tokens, {duplicates} repeated), "
-        f"prompts.count asks for {prompts.count}; lower it, or raise prompts.max_tokens"
+        f"{path}: {len(found)} usable questions ({rows.left_out} longer than {limit} tokens, "
+        f"{rows.duplicates} repeated), prompts.count asks for {prompts.count}; lower it, or raise prompts.max_tokens"
     )
-
-
-def _rows(prompts: Prompts, path: Path) -> Iterator[Any]:
-    """The file's rows, of a parquet file the columns that are needed: a dotted key's first part."""
-    return read_rows(path, list(dict.fromkeys([prompts.field, *(prompts.answer or prompts.field).split(".")[:1]])))
 
 
 def _answer(row: Any, key: str, path: Path, index: int) -> str:

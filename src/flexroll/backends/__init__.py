@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flexroll.errors import FlexrollError
 
@@ -25,7 +25,12 @@ def load(name: str) -> type[Backend]:
     Raises:
         FlexrollError: no backend has that name.
     """
-    if name not in CLASSES:
-        raise FlexrollError(f"unknown backend '{name}'; choose from {', '.join(CLASSES)}")
-    module, attribute = CLASSES[name].split(":")
+    return load_class(name, CLASSES, "backend")
+
+
+def load_class(name: str, classes: dict[str, str], kind: str) -> Any:
+    """The class `module:Class` of that name, its module imported now. Raises FlexrollError where there is none."""
+    if name not in classes:
+        raise FlexrollError(f"unknown {kind} '{name}'; choose from {', '.join(classes)}")
+    module, attribute = classes[name].split(":")
     return getattr(import_module(module), attribute)

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from flexroll.backends.base import Backend, EngineSpec, Scores, unavailable
 from flexroll.bench.coherence import judge
 from flexroll.bench.quality_reference import Reference, read_reference
-from flexroll.bench.worker import Events, check_counts, die_with_parent, load_backend, spec_of
+from flexroll.bench.worker import Events, check_counts, load_backend, serve, spec_of
 from flexroll.errors import one_line
 from flexroll.schema.architecture import eos_ids
 from flexroll.schema.config import Sampling
@@ -36,13 +36,7 @@ class ScoringTask(BaseModel):
 
 
 def main(arguments: list[str]) -> int:
-    die_with_parent()
-    task = ScoringTask.model_validate_json(Path(arguments[0]).read_text())
-    events = Events(int(arguments[1]))
-    try:
-        return run(task, events)
-    except BrokenPipeError:  # nobody is left to score for
-        return 5
+    return serve(arguments, ScoringTask, run)
 
 
 def run(task: ScoringTask, events: Events) -> int:

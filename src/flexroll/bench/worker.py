@@ -19,8 +19,11 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
 
 from flexroll.backends.base import Backend, EngineSpec, Generation, unavailable
 from flexroll.bench.coherence import judge
@@ -31,18 +34,24 @@ from flexroll.schema.architecture import eos_ids
 from flexroll.schema.cells import Cell
 from flexroll.schema.records import Round, Sample
 
+Read = TypeVar("Read", bound=BaseModel)
 SAMPLES = 3
 PATHS = ("model", "adapter", "merged", "shard", "replay")  # of a spec
 WARMUP_TOKENS = 16  # enough for every kernel of a decode step to have run
 
 
 def main(arguments: list[str]) -> int:
+    return serve(arguments, Task, run)
+
+
+def serve(arguments: list[str], kind: type[Read], run: Callable[[Read, Events], int]) -> int:
+    """A worker process from its arguments, TASK_FILE and EVENT_FD, to its exit code; it ends with its supervisor."""
     die_with_parent()
-    task = Task.model_validate_json(Path(arguments[0]).read_text())
+    task = kind.model_validate_json(Path(arguments[0]).read_text())
     events = Events(int(arguments[1]))
     try:
         return run(task, events)
-    except BrokenPipeError:  # the supervisor is gone: nobody is left to measure for
+    except BrokenPipeError:  # the supervisor is gone: nobody is left to work for
         return 5
 
 

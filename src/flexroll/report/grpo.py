@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from flexroll.analysis.grpo_runs import PARTS
+from flexroll.analysis.grpo_runs import PARTS, over
 from flexroll.analysis.model import Analysis, Equivalence, GrpoRow, GrpoRun, Share
 from flexroll.errors import FlexrollError
 from flexroll.report import text
@@ -66,8 +67,8 @@ def learning_table(analysis: Analysis) -> Table:
             "Mean KL": spread(row.kl, row.kl_spread),
             "KL's difference": test(row.kl_test, row.reference),
             "Log-probability mismatch": text.significant(row.logprob_difference),
-            "Importance weight": text.significant(_mean([run.importance_ratio for run in row.ok])),
-            "Base identical": YES[_all([run.base_identical for run in row.ok])],
+            "Importance weight": text.significant(over(fmean, (run.importance_ratio for run in row.ok))),
+            "Base identical": YES[over(all, (run.base_identical for run in row.ok))],
             "Graphs, breaks, recompiles": _compiled(row.ok),
             "Gate": GATE[row.gate],
             "Why": cell(row.why),
@@ -130,8 +131,8 @@ def share(found: Share | None) -> str:
         return NONE
     if found.low is None or found.high is None:
         return text.significant(found.ratio)
-    over = ", steps" if found.over == "steps" else ""
-    return f"{text.significant(found.ratio)} ({text.significant(found.low)}–{text.significant(found.high)}{over})"
+    steps = ", steps" if found.over == "steps" else ""
+    return f"{text.significant(found.ratio)} ({text.significant(found.low)}–{text.significant(found.high)}{steps})"
 
 
 def spread(value: float | None, sd: float | None) -> str:
@@ -162,13 +163,3 @@ def _compiled(runs: Sequence[GrpoRun]) -> str:
         else ()
     )
     return ", ".join(map(str, numbers)) or NONE
-
-
-def _all(values: Sequence[bool | None]) -> bool | None:
-    told = [value for value in values if value is not None]
-    return all(told) if told else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    told = [value for value in values if value is not None]
-    return sum(told) / len(told) if told else None

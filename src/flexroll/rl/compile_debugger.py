@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -49,7 +50,7 @@ class CompileDebugger:
                 self._count(before)
 
         # TRL and transformers look at the signature for what they may pass.
-        forward.__signature__ = _signature(compiled)  # type: ignore[attr-defined]
+        forward.__signature__ = inspect.signature(compiled)  # type: ignore[attr-defined]
         model.forward = forward
 
     def counts(self) -> CompileCounts:
@@ -82,12 +83,6 @@ class _Snapshot:
         self.graphs = utils.counters["stats"]["unique_graphs"]
         self.breaks = Counter(utils.counters["graph_break"])
         self.done = utils.get_compilation_metrics()
-
-
-def _signature(function: Any) -> Any:
-    import inspect
-
-    return inspect.signature(function)
 
 
 def _short(reason: Any) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from flexroll.bench.model import prepare_model
 from flexroll.bench.prompts import read_rows
 from flexroll.errors import FlexrollError
@@ -16,6 +14,7 @@ from flexroll.rl.rewards import REWARDS, load_reward
 from flexroll.rl.rollouts import CLASSES
 from flexroll.schema.config import Config
 from flexroll.schema.grpo_records import FOLDER
+from flexroll.schema.load import parse_config
 
 QUESTION_KEYS = ("prompt", "question", "problem", "q")
 ANSWER_KEYS = ("answer", "solution", "ground_truth", "a")
@@ -79,12 +78,7 @@ def own_config(
             "backends": [{"backend": backend, "stack": stack}],
         },
     }
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise FlexrollError(f"grpo: {where}: {first['msg'].removeprefix('Value error, ')}") from None
+    return parse_config(values, "grpo")
 
 
 def prepare_own(config: Config, work: Path, root: Path) -> Config:

@@ -71,19 +71,13 @@ class RolloutTrainer(GRPOTrainer):
             return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model: Any,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        **more: Any,
+        self, model: Any, input_ids: torch.Tensor, *arguments: Any, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        of = super()._get_per_token_logps_and_entropies
+        if input_ids.device.type == "cpu":  # TRL's are Triton kernels, which a CPU does not run
+            of = self._plain_logps_and_entropies
         with self.clock.part("loss"):
-            of = super()._get_per_token_logps_and_entropies
-            if input_ids.device.type == "cpu":  # TRL's are Triton kernels, which a CPU does not run
-                of = self._plain_logps_and_entropies
-            return of(model, input_ids, attention_mask, logits_to_keep, batch_size, **more)
+            return of(model, input_ids, *arguments, **named)
 
     def _plain_logps_and_entropies(
         self,

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from flexroll.bench.worker import Events, die_with_parent, load_backend
+from flexroll.bench.worker import Events, load_backend, serve
 from flexroll.errors import FlexrollError, one_line
 from flexroll.rl.clock import Clock
 from flexroll.rl.data import read_questions
@@ -40,13 +40,7 @@ class GrpoTask(BaseModel):
 
 
 def main(arguments: list[str]) -> int:
-    die_with_parent()
-    task = GrpoTask.model_validate_json(Path(arguments[0]).read_text())
-    events = Events(int(arguments[1]))
-    try:
-        return run(task, events)
-    except BrokenPipeError:  # the supervisor is gone: nobody is left to train for
-        return 5
+    return serve(arguments, GrpoTask, run)
 
 
 def run(task: GrpoTask, events: Events) -> int:

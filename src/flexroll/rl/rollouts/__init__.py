@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from flexroll.errors import FlexrollError
+from flexroll.backends import load_class
 
 if TYPE_CHECKING:
     from flexroll.rl.rollouts.base import Rollout
@@ -28,10 +27,7 @@ def load(name: str) -> type[Rollout]:
     Raises:
         FlexrollError: no backend has that name.
     """
-    if name not in CLASSES:
-        raise FlexrollError(f"unknown rollout backend '{name}'; choose from {', '.join(CLASSES)}")
-    module, attribute = CLASSES[name].split(":")
-    return getattr(import_module(module), attribute)
+    return load_class(name, CLASSES, "rollout backend")
 
 
 def unavailable(spec: GrpoSpec) -> str | None:

@@ -100,9 +100,7 @@ def lanes(kind, group_of):
     groups = sorted(set(group_of.values()))
     for group in groups:
         workflow.register_resource(f"{kind}{group}", 1)
-    return {
-        f"{kind}{group}": lambda wildcards, group=group: int(group_of[wildcards[0]] == group) for group in groups
-    }
+    return {f"{kind}{group}": lambda wildcards, group=group: int(group_of[wildcards[0]] == group) for group in groups}
 
 
 def image(name):

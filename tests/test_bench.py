@@ -19,7 +19,7 @@ from flexroll.bench import process as worker_process
 from flexroll.bench import quality as quality_module
 from flexroll.bench import supervisor
 from flexroll.bench.availability import cannot_run
-from flexroll.bench.coherence import judge, longest_repeat, nonprintable_share
+from flexroll.bench.coherence import before_end, judge, longest_repeat, nonprintable_share
 from flexroll.bench.inputs import find_job
 from flexroll.bench.job import bench, warmup
 from flexroll.bench.plan import cell_seconds, make_plan, start_seconds
@@ -357,6 +357,12 @@ def test_coherence_sees_loops_noise_and_single_tokens():
     assert not judge(list(range(200)), "x" * 200).ok
     assert nonprintable_share("a\n\ufffd\x00") == 0.5
     assert judge([], "").ok
+
+
+def test_text_ends_before_the_first_end_token():
+    assert before_end([5, 6, 2, 7, 2], {2, 3}) == [5, 6]
+    assert before_end([2, 7], [2]) == []
+    assert before_end((5, 6), []) == [5, 6]
 
 
 def test_plan_counts_cells_and_estimates(tree):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from flexroll.schema.records import Coherence
 
 MAX_UNIT = 16
 MIN_DISTINCT, MAX_DISTINCT, MAX_REPEAT, MAX_NONPRINTABLE = 0.1, 0.97, 0.5, 0.05
 SHORT, LONG = 32, 128  # tokens below which a low, or a high, share of distinct tokens says nothing
+
+
+def before_end(ids: Sequence[int], ends: Collection[int]) -> list[int]:
+    """The tokens before the first end token, or all: what follows one was forced, and is no part of the text."""
+    stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
+    return list(ids[:stop])
 
 
 def judge(ids: Sequence[int], text: str) -> Coherence:

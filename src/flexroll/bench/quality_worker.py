@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from flexroll.backends.base import Backend, EngineSpec, Scores, unavailable
-from flexroll.bench.coherence import judge
+from flexroll.bench.coherence import before_end, judge
 from flexroll.bench.quality_reference import Reference, read_reference
 from flexroll.bench.worker import Events, check_counts, load_backend, serve, spec_of
 from flexroll.errors import one_line
@@ -148,8 +148,8 @@ def _coherence(model: Path, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     tokenizer, ends = Tokenizer.from_file(str(model / "tokenizer.json")), eos_ids(model)
     verdicts: list[Coherence] = []
     for ids in tokens:
-        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        verdicts.append(judge(ids[:stop], tokenizer.decode(list(ids[:stop]), skip_special_tokens=False)))
+        told = before_end(ids, ends)
+        verdicts.append(judge(told, tokenizer.decode(told, skip_special_tokens=False)))
     broken = [v.model_dump() for v in verdicts if not v.ok]
     return {"coherent": not broken, "coherence": broken}
 

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from flexroll.backends.base import Backend, EngineSpec, Generation, unavailable
-from flexroll.bench.coherence import judge
+from flexroll.bench.coherence import before_end, judge
 from flexroll.bench.memory import MemoryWatch, device_in_use
 from flexroll.bench.task import Task, read_prompts
 from flexroll.errors import FlexrollError, one_line
@@ -258,11 +258,11 @@ def _samples(model: Path, prompts: list[list[int]], tokens: list[list[int]]) -> 
     ends = eos_ids(model)
     samples = []
     for prompt, ids in list(zip(prompts, tokens, strict=False))[:SAMPLES]:
-        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
-        text = tokenizer.decode(ids[:stop], skip_special_tokens=False)
-        verdict = judge(ids[:stop], text)
-        if stop < len(ids) - 1:
-            verdict.notes.append(f"end token after {stop} tokens; what was generated past it is not shown")
+        told = before_end(ids, ends)
+        text = tokenizer.decode(told, skip_special_tokens=False)
+        verdict = judge(told, text)
+        if len(told) < len(ids) - 1:
+            verdict.notes.append(f"end token after {len(told)} tokens; what was generated past it is not shown")
         shown = tokenizer.decode(prompt, skip_special_tokens=False)
         samples.append(Sample(prompt=shown, text=text, tokens=len(ids), coherence=verdict))
     return samples

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from flexroll.bench.coherence import judge
+from flexroll.bench.coherence import before_end, judge
 from flexroll.bench.memory import MemoryWatch
 from flexroll.rl.clock import Clock
 from flexroll.rl.rewards import RolloutLog, text_of
@@ -148,7 +148,7 @@ def samples(log: RolloutLog, ends: list[int]) -> list[Sample]:
     """The first completions of the last step, with a verdict on each up to its end token. ends: end token ids."""
     found = []
     for prompt, completion, ids in list(zip(log.prompts, log.completions, log.ids, strict=True))[:SAMPLES]:
-        stop = next((i for i, token in enumerate(ids) if token in ends), len(ids))
         text = text_of(completion)
-        found.append(Sample(prompt=text_of(prompt), text=text, tokens=len(ids), coherence=judge(ids[:stop], text)))
+        verdict = judge(before_end(ids, ends), text)
+        found.append(Sample(prompt=text_of(prompt), text=text, tokens=len(ids), coherence=verdict))
     return found

@@ -77,7 +77,7 @@ class Grpo(Strict):
     gradient_checkpointing: bool = False
     trainer: dict[str, Any] = Field(default_factory=dict, description="More arguments of TRL's GRPOConfig.")
     verify_every: int = Field(5, ge=0, description="Steps from one hash of the base weights to the next; 0: never.")
-    save_every: int = Field(0, ge=0, description="Steps from one checkpoint to the next; 0: none but the last.")
+    save_every: int = Field(10, ge=0, description="Steps from one checkpoint to the next; 0: none but the last.")
     run_s: float = Field(1800, gt=0, description="Time limit of one run, seconds, the engine's start included.")
     reference: RolloutBackend = "trl"
     kl_band: float = Field(0.01, gt=0, description="Nats a token.")

@@ -383,6 +383,13 @@ def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path:
             assert session and f"session{session[1]}=1" in told
             assert sum(f"session{n}=1" in told for n in (1, 2, 3)) == 1
             assert f"threads: {threads}\n" in told
+        scored = re.findall(r"^rule quality:\n((?: .*\n)+)", output, re.M)
+        assert len(scored) == len(targets(load_config(fresh / OPTIONS_H200)))
+        for told in scored:  # four share a GPU, but for vLLM, which claims memory as if it were alone
+            alone = "-vllm-" in told
+            shown = re.search(r"threads: (\d+)", told)  # one is not shown
+            assert int(shown[1] if shown else 1) == (threads if alone else threads // 4)
+            assert f"gpu={int(alone)}" in told
 
 
 def test_with_several_gpus_a_seed_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:

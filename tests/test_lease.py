@@ -38,9 +38,9 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from flexroll.bench.lease import device_lease
-with device_lease(Path.cwd(), "Fake GPU", sys.argv[2] or None) as uuid:
+with device_lease(Path.cwd(), sys.argv[4], sys.argv[2] or None, int(sys.argv[3])) as uuid:
     begun = time.monotonic()
-    print(uuid, os.environ["CUDA_VISIBLE_DEVICES"], os.environ["CUDA_DEVICE_ORDER"], flush=True)
+    print(uuid, os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER"), flush=True)
     time.sleep(float(sys.argv[1]))
     print(begun, time.monotonic(), flush=True)
 """
@@ -56,11 +56,13 @@ class Machine:
     def has(self, *gpus: dict) -> None:
         (self.folder / "gpus.json").write_text(json.dumps(gpus))
 
-    def hold(self, seconds: float, prefer: str = "", **env: str) -> subprocess.Popen:
+    def hold(
+        self, seconds: float, prefer: str = "", seats: int = 1, device: str = "Fake GPU", **env: str
+    ) -> subprocess.Popen:
         env = {**os.environ, "FAKE_GPUS": str(self.folder / "gpus.json"), **env}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "fake"), str(SRC)])
         process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(seconds), prefer],
+            [sys.executable, "-c", HOLD, str(seconds), prefer, str(seats), device],
             cwd=self.folder,
             env=env,
             stdout=subprocess.PIPE,
@@ -115,6 +117,53 @@ def test_the_gpu_of_a_session_is_waited_for_though_another_is_free(machine):
     assert second.poll() is None
     first.kill()
     assert second.communicate(timeout=60)[0].startswith("GPU-b")
+
+
+def test_seats_are_filled_one_gpu_after_another_and_no_measurement_has_company(machine):
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"})
+    spans = {"GPU-a": [], "GPU-b": []}
+    held = [(machine.hold(1.0, seats=1 if n % 3 == 0 else 2), n % 3 == 0) for n in range(9)]
+    for process, alone in held:
+        seen, span = process.communicate(timeout=60)[0].splitlines()
+        spans[seen.split()[0]].append((*map(float, span.split()), alone))
+    for of_one in spans.values():
+        for moment, _, _ in of_one:
+            there = [alone for begin, end, alone in of_one if begin <= moment < end]
+            assert len(there) <= (1 if any(there) else 2)
+
+
+def test_who_shares_a_gpu_goes_where_others_share_and_what_they_use_is_not_foreign(machine):
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"})
+    measuring = machine.hold(600)
+    assert measuring.stdout.readline().startswith("GPU-a")
+    first = machine.hold(600, seats=3)
+    assert first.stdout.readline().startswith("GPU-b")
+    measuring.kill()
+    measuring.wait()
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b", "used": 20 * 10**9, "pids": [first.pid]})
+    second = machine.hold(600, seats=3)
+    assert second.stdout.readline().startswith("GPU-b")  # what the first has on it is no foreign program's
+    third = machine.hold(600, prefer="GPU-b")
+    time.sleep(1)
+    assert third.poll() is None  # a measurement waits for both
+    first.kill()
+    second.kill()
+    machine.has({"uuid": "GPU-a"}, {"uuid": "GPU-b"})
+    assert third.stdout.readline().startswith("GPU-b")
+
+
+def test_a_cpu_is_shared_by_seats_and_measured_on_alone(machine):
+    machine.has()
+    first, second = (machine.hold(600, seats=2, device="cpu") for _ in range(2))
+    assert first.stdout.readline() == second.stdout.readline() == "None None None\n"
+    third, measuring = machine.hold(0, seats=2, device="cpu"), machine.hold(0, device="cpu")
+    time.sleep(1.5)
+    assert third.poll() is None and measuring.poll() is None
+    first.kill()  # its seat is free, the device is not
+    assert third.communicate(timeout=60)[0]
+    assert measuring.poll() is None
+    second.kill()
+    assert measuring.communicate(timeout=60)[0]
 
 
 @pytest.mark.parametrize("state", [{"used": 20 * 10**9}, None], ids=["foreign", "gone"])

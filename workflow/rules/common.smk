@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "src"))
 from flexroll import provenance
 from flexroll.bench.inputs import SHARD, replay_file, replay_kind, wants_shard
 from flexroll.bench.prompts import longest_prompt, needed_prompts
-from flexroll.bench.quality import own_model, quality_key, scored_config
+from flexroll.bench.quality import own_model, quality_key, scored_config, seats
 from flexroll.bench.steps import needs_warmup
 from flexroll.errors import FlexrollError
 from flexroll.images import deploy
@@ -174,6 +174,7 @@ try:
     SHARD_STACK = shard_stack()
     TARGETS = {target.name: target for target in targets(CONFIG, ONLY)}
     SCORED = f"work/{RUN}/quality" if own_model(CONFIG) else f"work/{RUN}"  # the model that is scored, and its prompts
+    SEATS = {name: seats(CONFIG, target, DEVICE) for name, target in TARGETS.items()}
     QUALITY_KEYS = {name: quality_key(ROOT, target, CONFIG, DEVICE) for name, target in TARGETS.items()}
     TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
     SEEDS = lanes("seed", {name: target.seed for name, target in TRAININGS.items()})

@@ -127,10 +127,11 @@ if TARGETS:
             f"{LOGS}/quality-{{engine}}.log",
         container:
             lambda wildcards: image(TARGETS[wildcards.engine].stack)
-        threads: CORES
+        # Scorings that share a device share its cores, which is what keeps measurements away.
+        threads: lambda wildcards: max(1, CORES // SEATS[wildcards.engine])
         resources:
             config=CONFIG_PATH,
-            gpu=int(DEVICE != "cpu"),
+            gpu=lambda wildcards: int(DEVICE != "cpu" and SEATS[wildcards.engine] == 1),
             runtime=int((CONFIG.limits.start_s + CONFIG.limits.cell_s) / 60) + 1,
         params:
             stack=lambda wildcards: TARGETS[wildcards.engine].stack,

@@ -15,7 +15,7 @@ from typing import Any
 
 from flexroll.backends.flex_support import cpu_problem
 from flexroll.bench.inputs import wants_shard
-from flexroll.bench.quality import own_model, scored_config
+from flexroll.bench.quality import own_model, scored_config, seats
 from flexroll.bench.quantise import dense_modules
 from flexroll.bench.steps import needs_warmup, reads_merged, workflow_steps
 from flexroll.provenance import device_class
@@ -90,7 +90,9 @@ def make_plan(config: Config, root: Path, stacks: Iterable[str] | None = None) -
     scored = targets(config, stacks)
     scored_by = scored_config(config)
     scoring = [job_of(target, scored_by) for target in scored]
-    others = sum(scoring_seconds(job, on_gpu) for job in scoring)
+    # Side by side on a GPU; on a CPU they share what one would have.
+    beside = [seats(config, target, "a GPU") if on_gpu else 1 for target in scored]
+    others = sum(scoring_seconds(job, on_gpu) / n for job, n in zip(scoring, beside, strict=True))
     others += sum(OTHER_S[rule][on_gpu] * count for rule, count in steps.items() if rule in OTHER_S)
     reading = [(config, grouped + ([] if own_model(config) else scoring))]
     if own_model(config) and scored:

@@ -22,6 +22,7 @@ from flexroll.bench.process import describe_exit, event_lines, stop_signals, wor
 from flexroll.bench.task import engine_spec, read_prompts
 from flexroll.errors import FlexrollError
 from flexroll.provenance import backend_source_hash, device_class, hash_json, lock_hash, module_hash, variant
+from flexroll.schema.catalogue import BACKENDS
 from flexroll.schema.config import Config, Limits
 from flexroll.schema.names import named
 from flexroll.schema.quality import FOLDER, QualityRecord, Target, job_of, targets
@@ -57,6 +58,12 @@ def inputs_folder(config: Config, work: Path) -> Path:
 
 def reference_file(work: Path, target: Target) -> Path:
     return work / FOLDER / f"reference-{target.reference}.safetensors"
+
+
+def seats(config: Config, target: Target, device: str) -> int:
+    """How many scorings may share a device with this one, itself included."""
+    assert config.quality is not None
+    return 1 if device != "cpu" and BACKENDS[target.backend].alone else config.quality.side_by_side
 
 
 def quality_key(root: Path, target: Target, config: Config, device: str, inputs: dict[str, str] | None = None) -> str:
@@ -101,7 +108,7 @@ def quality(
         raise FlexrollError(f"{reference}: missing; `flexroll quality-reference` writes it")
     device = device_class()
     log = out.parent.parent / "logs" / f"{FOLDER}-{target.name}.log"
-    with device_lease(root, device):
+    with device_lease(root, device, seats=seats(config, target, device)):
         task = {
             "backend": backend or target.backend,
             "spec": _spec(config, job, inputs, device),

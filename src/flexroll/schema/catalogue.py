@@ -14,6 +14,7 @@ class BackendFacts:
     resizes: the number of sequences that run at once follows each cell; otherwise it is the engine's, for good.
     static_batch: it runs a batch from start to end together; nothing joins, and none ends before the longest.
     draws: it can run a config.json on weights that it draws on the device itself.
+    alone: at its start it claims memory of a GPU as if nobody else were there.
     start_s: seconds to start on a GPU, for `flexroll plan`; rough (vLLM took 80 to 131 on an H200)."""
 
     label: str
@@ -23,6 +24,7 @@ class BackendFacts:
     resizes: bool = True
     static_batch: bool = False
     draws: bool = False
+    alone: bool = False
     start_s: float = 20.0
 
 
@@ -30,6 +32,8 @@ BACKENDS: dict[str, BackendFacts] = {
     "flex": BackendFacts("flex", ("none", "merged", "unmerged"), warmup=True, draws=True, start_s=60),
     "transformers_generate": BackendFacts("transformers generate", ("none", "merged", "unmerged"), static_batch=True),
     "transformers_cb": BackendFacts("transformers CB", ("none", "merged", "unmerged")),
-    "vllm": BackendFacts("vLLM", ("none", "merged", "request"), warmup=True, resizes=False, draws=True, start_s=130),
-    "unsloth": BackendFacts("Unsloth", ("none", "unmerged"), needs_gpu=True, static_batch=True, start_s=60),
+    "vllm": BackendFacts(
+        "vLLM", ("none", "merged", "request"), warmup=True, resizes=False, draws=True, alone=True, start_s=130
+    ),
+    "unsloth": BackendFacts("Unsloth", ("none", "unmerged"), needs_gpu=True, static_batch=True, alone=True, start_s=60),
 }

@@ -186,6 +186,11 @@ class Quality(Strict):
         ge=1,
         description="Sequences that run at once; a measured batch's have their kernels already. Default: all.",
     )
+    side_by_side: int = Field(
+        1,
+        ge=1,
+        description="Scorings that may share a device: they measure no time. Its memory must hold as many engines.",
+    )
     baseline: str = "default"
     limit: float = Field(1.1, gt=1, description="An option is admissible up to this multiple of the baseline's KL.")
     near_tie: float = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -346,6 +347,12 @@ def test_the_section_says_what_the_rows_say(tmp_path: Path):
     assert "figures/grpo_curves.svg" in section and "figures/grpo_steps.svg" in section and "| 3, 1, 0 |" in section
     assert 'id="grpo-training-on-each-rollout-backend"' in html and "figure-grpo_curves" in html
     assert "13 of 16 GRPO runs ended well." in text and "cells in this run" not in text
+    opening = text[: text.index("## Claims")]
+    assert re.search(
+        r"A GRPO step with flex takes [\d.]+ s, 1\.2\d* \(.*\) times the speed of vLLM's, with [\d.]+ .*its memory",
+        opening,
+    )
+    assert "A GRPO step with flex, pool released takes" in opening
     assert [e.cells for e in analysis.environments] == [0]
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     analyse(config, tmp_path, REPORT / "claims.yaml")

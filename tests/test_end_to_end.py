@@ -118,3 +118,19 @@ def test_half_a_record_is_measured_again_and_loses_no_other(tree: Path) -> None:
     smoke(tree)
     assert json.loads(path.read_text())["status"] == "ok"
     assert record(tree, GENERATE).read_bytes() == other
+
+
+def test_compile_caches_are_filled_by_a_step_of_their_own(tree: Path) -> None:
+    preset = (tree / "workflow/presets/smoke.yaml").read_text()
+    (tree / "warm.yaml").write_text(
+        preset.replace("run: smoke", "run: warm").replace("options: [eager]", "options: [default]")
+    )
+    told = tree / "work/warm/warmup/torch2.11-flex-none-default.json"
+    wanted = str(told.relative_to(tree))
+    done = subprocess.run(
+        [*COMMAND, wanted, "--configfile", "warm.yaml"], cwd=tree, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(told.read_text())["status"] == "ok"
+    assert any((tree / ".cache").glob("torch2.11-*/inductor/*"))
+    assert not (tree / "results/warm/raw").exists()  # nothing was measured

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
@@ -16,7 +15,7 @@ from flexroll.bench.console import say
 from flexroll.bench.environment import describe
 from flexroll.bench.inputs import Inputs, find_job, read_inputs
 from flexroll.bench.isolate import worker_env
-from flexroll.bench.lease import device_lease
+from flexroll.bench.lease import device_lease, first_gpu
 from flexroll.bench.process import Stopped
 from flexroll.bench.progress import Progress
 from flexroll.bench.supervisor import CellResult, Supervisor
@@ -116,13 +115,8 @@ def warmup(config: Config, name: str, *, work: Path, out: Path, root: Path, back
 
 def _gpu_of_session(raw: Path, session: int) -> str | None:
     """UUID of the GPU on which the session's first cells were measured; ratios pair within a session on one card."""
-    for path in sorted(raw.glob(f"*-s{session}/*.json")):
-        if path.name != MANIFEST:
-            with contextlib.suppress(FlexrollError):
-                environment = read_record(path).environment
-                if environment is not None and environment.device_uuid:
-                    return environment.device_uuid
-    return None
+    cells = (path for path in sorted(raw.glob(f"*-s{session}/*.json")) if path.name != MANIFEST)
+    return first_gpu(cells, read_record)
 
 
 def _keep_bill(root: Path, folder: Path) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,17 @@ def device_lease(root: Path, device: str, prefer: str | None = None, seats: int 
             if value is not None:
                 os.environ[name] = value
         held.release()
+
+
+def first_gpu(records: Iterable[Path], read: Callable[[Path], Any]) -> str | None:
+    """UUID of the GPU that the first of these records was made on: what is held against each other keeps to one card.
+    One that cannot be read, or is of no GPU, tells none."""
+    for path in records:
+        with suppress(FlexrollError):
+            environment = read(path).environment
+            if environment is not None and environment.device_uuid:
+                return environment.device_uuid
+    return None
 
 
 class _Device:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from flexroll.check.files import COMPLETENESS, SCHEMA
 from flexroll.check.plausibility import PLAUSIBILITY
 from flexroll.check.provenance import HASH, PROVENANCE
-from flexroll.check.records import own, recorded, whole
+from flexroll.check.records import as_asked, option_values, own, recorded, whole
 from flexroll.check.registry import Finding, Over, check, error, not_applicable, warning
 from flexroll.check.submission import Run
 from flexroll.check.work import WORK
@@ -60,12 +60,9 @@ def grpo_as_configured(run: Run, target: GrpoTarget) -> Iterator[Finding]:
         return
     wanted = asked.model_dump(mode="json", exclude=set(JUDGING)) | {"steps": target.steps}
     pairs = [(name, found.settings.get(name), value) for name, value in wanted.items() if name in found.settings]
-    values = {name: value for name, value in target.option_values.items() if name in found.option_values}
-    pairs += [(f"option {name}", found.option_values[name], value) for name, value in values.items()]
+    pairs += option_values(found, target)
     pairs += [("model", found.model, run.config.model.name), ("dtype", found.dtype, run.config.model.dtype)]
-    differ = [f"{name} {had}, expected {want}" for name, had, want in pairs if had != want]
-    if differ:
-        yield error("; ".join(differ))
+    yield from as_asked(pairs)
 
 
 @check(WORK, TRAINED)

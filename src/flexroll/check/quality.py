@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from flexroll.check.files import COMPLETENESS, SCHEMA
 from flexroll.check.provenance import HASH, PROVENANCE
-from flexroll.check.records import own, recorded, whole
+from flexroll.check.records import as_asked, option_values, own, recorded, whole
 from flexroll.check.registry import Finding, Over, check, error, not_applicable
 from flexroll.check.submission import Run
 from flexroll.schema.quality import QualityRecord, Target
@@ -58,17 +58,13 @@ def quality_as_configured(run: Run, target: Target) -> Iterator[Finding]:
         yield not_applicable("there is no record of it")
         return
     model = asked.model or run.config.model
-    # An option may have been added since, as in records of cells.
-    values = {name: value for name, value in target.option_values.items() if name in found.option_values}
     pairs = [("model", found.model, model.name), ("dtype", found.dtype, model.dtype)]
-    pairs += [(f"option {name}", found.option_values[name], value) for name, value in values.items()]
+    pairs += option_values(found, target)
     if found.status == "ok":
         pairs += [("prompts", found.prompts, asked.count), ("divergences", len(found.divergences), found.diverged)]
         if not found.prompts <= found.tokens <= asked.count * asked.new_tokens:
             yield error(f"{found.tokens} tokens scored of {asked.count} prompts with at most {asked.new_tokens} each")
-    differ = [f"{name} {had}, expected {wanted}" for name, had, wanted in pairs if had != wanted]
-    if differ:
-        yield error("; ".join(differ))
+    yield from as_asked(pairs)
 
 
 @check(COMPLETENESS, TARGETS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flexroll.check.registry import Finding, error, not_applicable
@@ -20,6 +20,19 @@ def whole(found: Any) -> Iterator[Finding]:
         yield error(found)
     elif found is None:
         yield not_applicable("there is none to read")
+
+
+def option_values(found: Any, target: Any) -> list[tuple[str, Any, Any]]:
+    """(name, what the record has, what is asked for) of the option's values; one may have been added since."""
+    asked = {name: value for name, value in target.option_values.items() if name in found.option_values}
+    return [(f"option {name}", found.option_values[name], value) for name, value in asked.items()]
+
+
+def as_asked(values: Iterable[tuple[str, Any, Any]]) -> Iterator[Finding]:
+    """What a record has is what is asked for: (name, the one, the other) of each; all that differ in one finding."""
+    differ = [f"{name} {had}, expected {wanted}" for name, had, wanted in values if had != wanted]
+    if differ:
+        yield error("; ".join(differ))
 
 
 def recorded(found: Any, target: Any, nothing: str, whose: Callable[[Any], str]) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from flexroll.analysis.model import Analysis, CellRow, DriftRow, Pair, Result, VerdictRow
 from flexroll.images.here import bill_suffix
-from flexroll.report import grpo, text
+from flexroll.report import grpo_sentences, text
 from flexroll.report.measured import pairs_of, ratio
 from flexroll.report.text import NONE, Table, cell
 from flexroll.schema.claims import OWN_SOURCE, VERDICTS
@@ -30,7 +30,7 @@ def summary(analysis: Analysis) -> list[str]:
         sentences.append(
             f"Measured on {text.listed(map(text.device, devices))}: model {model['name']}, {model['dtype']}."
         )
-    sentences += _fastest(analysis) + grpo.cost_sentences(analysis)
+    sentences += _fastest(analysis) + grpo_sentences.opening(analysis)
     sentences += [s for d in analysis.drift if (s := _drift_sentence(d))]
     for one, many, own in (
         ("published claim", "published claims", False),

@@ -80,20 +80,6 @@ def learning_table(analysis: Analysis) -> Table:
     return Table(rows, frozenset(words)).without_empty()
 
 
-def cost_sentences(analysis: Analysis) -> list[str]:
-    """What a step costs with the flex engine, and that against vLLM where both ran; a sentence a form of it."""
-    found = []
-    for row in analysis.grpo:
-        if row.backend == "flex" and row.ok:
-            sentence = f"A GRPO step with {label(row, analysis.grpo)} takes {text.significant(row.step_s)} s"
-            if row.speed is not None:
-                sentence += f", {share(row.speed)} times the speed of vLLM's"
-            if row.memory is not None:
-                sentence += f", with {share(row.memory)} of its memory"
-            found.append(sentence + ".")
-    return found
-
-
 def published_table(analysis: Analysis) -> Table:
     """Published numbers beside ours, whatever it was measured on; verdicts stand with the claims."""
     found: dict[tuple[int, str, str], dict[str, str]] = {}

@@ -10,6 +10,20 @@ from flexroll.report.grpo import label, share
 from flexroll.report.text import cell
 
 
+def opening(analysis: Analysis) -> list[str]:
+    """What a step costs with the flex engine, and that against vLLM where both ran; a sentence a form of it."""
+    found = []
+    for row in analysis.grpo:
+        if row.backend == "flex" and row.ok:
+            sentence = f"A GRPO step with {label(row, analysis.grpo)} takes {text.significant(row.step_s)} s"
+            if row.speed is not None:
+                sentence += f", {share(row.speed)} times the speed of vLLM's"
+            if row.memory is not None:
+                sentence += f", with {share(row.memory)} of its memory"
+            found.append(sentence + ".")
+    return found
+
+
 def says(analysis: Analysis) -> list[str]:
     """What the tables say: the gate, time, memory, the noise between seeds, the base, and what was survived."""
     rows = analysis.grpo

@@ -5,14 +5,13 @@ Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 from pathlib import Path
 from typing import Any
 
 from flexroll.bench.environment import describe
 from flexroll.bench.isolate import worker_env
-from flexroll.bench.lease import device_lease
+from flexroll.bench.lease import device_lease, first_gpu
 from flexroll.bench.process import Stopped, stop_signals
 from flexroll.errors import FlexrollError
 from flexroll.provenance import device_class, hash_json, lock_hash, source_hash, variant
@@ -157,12 +156,7 @@ def adapter_folder(work: Path, target: GrpoTarget) -> Path:
 
 def _gpu_of_seed(records: Path, seed: int) -> str | None:
     """UUID of the GPU that a seed's first runs trained on: runs are held against each other by seed, on one card."""
-    for path in sorted(records.glob(f"*-seed{seed}.json")):
-        with contextlib.suppress(FlexrollError):
-            environment = read_grpo(path).environment
-            if environment is not None and environment.device_uuid:
-                return environment.device_uuid
-    return None
+    return first_gpu(sorted(records.glob(f"*-seed{seed}.json")), read_grpo)
 
 
 def _same_run(folder: Path, key: str) -> bool:

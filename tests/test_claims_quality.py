@@ -218,31 +218,36 @@ SCORES = {
     "transformers_cb four_bit": {"coherent": False},
 }
 VERDICTS = {
-    "broke-rows-safe": ("reproduced", "quality/torch2.11-flex-none-rows_guaranteed_safe.json"),
-    "broke-triton-decode": ("not reproduced", "raw/"),
-    "broke-compile-tma": ("reproduced", "raw/"),
-    "broke-max-autotune": ("reproduced", "raw/"),
-    "broke-no-cudagraphs": ("reproduced", "raw/"),
-    "finding-triton-decode": ("reproduced", "raw/"),
-    "finding-contiguous-unsafe": ("reproduced", "quality/torch2.11-flex-none-contiguous_unsafe.json"),
-    "finding-contiguous-exact": ("reproduced", "quality/torch2.11-flex-none-only_contiguous.json"),
-    "finding-prescale-rounding": ("reproduced", "quality/torch2.11-flex-none-prescale.json"),
-    "finding-tuned-exact": ("reproduced", "quality/torch2.11-flex-none-tuned.json"),
-    "coherent-flex": ("reproduced", "quality/torch2.11-flex-none-tuned.json"),
-    "needle-flash-text": ("reproduced", "quality/torch2.11-flex-none-flash_prefill.json"),
-    "needle-compile": ("reproduced", "raw/"),
-    "option-graphs": ("not reproduced", "raw/"),
-    "option-warps-step": ("within noise", "raw/"),
-    "four-bit-flex-text": ("reproduced", "quality/torch2.11-flex-unmerged-four_bit.json"),
-    "four-bit-cb-text": ("reproduced", "quality/torch2.11-transformers_cb-unmerged-four_bit.json"),
-    "four-bit-costs": ("reproduced", "raw/"),
-    "four-bit-costs-cb": ("reproduced", "raw/"),
+    "h200-options": {
+        "broke-rows-safe": ("reproduced", "quality/torch2.11-flex-none-rows_guaranteed_safe.json"),
+        "broke-triton-decode": ("not reproduced", "raw/"),
+        "broke-compile-tma": ("reproduced", "raw/"),
+        "broke-max-autotune": ("reproduced", "raw/"),
+        "broke-no-cudagraphs": ("reproduced", "raw/"),
+        "finding-triton-decode": ("reproduced", "raw/"),
+        "finding-contiguous-unsafe": ("reproduced", "quality/torch2.11-flex-none-contiguous_unsafe.json"),
+        "finding-contiguous-exact": ("reproduced", "quality/torch2.11-flex-none-only_contiguous.json"),
+        "finding-prescale-rounding": ("reproduced", "quality/torch2.11-flex-none-prescale.json"),
+        "finding-tuned-exact": ("reproduced", "quality/torch2.11-flex-none-tuned.json"),
+        "coherent-flex": ("reproduced", "quality/torch2.11-flex-none-tuned.json"),
+        "needle-flash-text": ("reproduced", "quality/torch2.11-flex-none-flash_prefill.json"),
+        "needle-compile": ("reproduced", "raw/"),
+        "option-graphs": ("not reproduced", "raw/"),
+        "option-warps-step": ("within noise", "raw/"),
+    },
+    "h200-lora": {
+        "four-bit-flex-text": ("reproduced", "quality/torch2.11-flex-unmerged-four_bit.json"),
+        "four-bit-cb-text": ("reproduced", "quality/torch2.11-transformers_cb-unmerged-four_bit.json"),
+        "four-bit-costs": ("reproduced", "raw/"),
+        "four-bit-costs-cb": ("reproduced", "raw/"),
+    },
 }
 
 
-def test_the_options_preset_judges_the_claims_it_is_there_for(tmp_path):
+@pytest.mark.parametrize("name", VERDICTS)
+def test_a_preset_judges_the_claims_it_is_there_for(tmp_path, name):
     """Its weights are drawn, so that speed is of its cells and text and exactness of the quality records."""
-    config = load_config(ROOT / "workflow" / "presets" / "h200-options.yaml")
+    config = load_config(ROOT / "workflow" / "presets" / f"{name}.yaml")
 
     def record(cell: Cell) -> Record:
         rate = RATES.get(cell.option, 100.0)
@@ -264,8 +269,9 @@ def test_the_options_preset_judges_the_claims_it_is_there_for(tmp_path):
     run = Run(config.model.name, config.model.source, results, [], [], sessions_by_key(rows), qualities)
     file = load_claims(ROOT / "report" / "claims.yaml")
     found = {row.id: row for row in judge_all(file, run)}
-    assert {name: found[name].verdict for name in VERDICTS} == {
-        name: verdict for name, (verdict, _) in VERDICTS.items()
+    wanted = VERDICTS[name]
+    assert {claim: found[claim].verdict for claim in wanted} == {
+        claim: verdict for claim, (verdict, _) in wanted.items()
     }
-    for name, (_, raw) in VERDICTS.items():
-        assert found[name].files and found[name].files[0].startswith(raw), (name, found[name].files)
+    for claim, (_, raw) in wanted.items():
+        assert found[claim].files and found[claim].files[0].startswith(raw), (claim, found[claim].files)

@@ -352,7 +352,7 @@ def test_an_options_value_reruns_the_cells_that_have_it(tree: Path) -> None:
 LABORATORY = ("--config", "preset=laboratory")
 
 
-@pytest.mark.parametrize("name", ["laboratory", "h200-options", "grpo"])
+@pytest.mark.parametrize("name", ["laboratory", "h200-options", "h200-lora", "grpo"])
 def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -> None:
     code, output = snakemake(fresh, "-n", *NATIVE, "--config", f"preset={name}")
     assert code == 0, output
@@ -364,41 +364,47 @@ def test_the_plan_counts_the_steps_that_snakemake_does(fresh: Path, name: str) -
     assert steps == counted
 
 
-OPTIONS_H200 = "workflow/presets/h200-options.yaml"
-
-
-def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:
-    """Each job asks for its session alone, of which one runs at a time, and for its share of the cores."""
-    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+def planned_on(tree: Path, gpus: int, preset: str) -> str:
+    """What Snakemake would do with that many GPUs and eight cores."""
     common = tree / "workflow/rules/common.smk"
     common.write_text(common.read_text().replace("DEVICE = provenance.device_class()", 'DEVICE = "NVIDIA H200"'))
-    for gpus, threads in ((1, 8), (2, 4)):
-        given = ("--cores", "8", "--resources", f"gpu={gpus}", "--config", "preset=h200-options")
-        code, output = snakemake(tree, "-n", *NATIVE, *given)
-        assert code == 0, output
-        benches = re.findall(r"^rule bench:\n((?: .*\n)+)", output, re.M)
-        assert len(benches) == workflow_steps(load_config(fresh / OPTIONS_H200, fresh), None, on_gpu=True)["bench"]
-        for told in benches:
-            session = re.search(r"-s(\d)/job\.json", told)
-            assert session and f"session{session[1]}=1" in told
-            assert sum(f"session{n}=1" in told for n in (1, 2, 3)) == 1
-            assert f"threads: {threads}\n" in told
-        scored = re.findall(r"^rule quality:\n((?: .*\n)+)", output, re.M)
-        assert len(scored) == len(targets(load_config(fresh / OPTIONS_H200)))
-        for told in scored:  # four share a GPU, but for vLLM, which claims memory as if it were alone
-            alone = "-vllm-" in told
-            shown = re.search(r"threads: (\d+)", told)  # one is not shown
-            assert int(shown[1] if shown else 1) == (threads if alone else threads // 4)
-            assert f"gpu={int(alone)}" in told
+    given = ("--cores", "8", "--resources", f"gpu={gpus}", "--config", f"preset={preset}")
+    code, output = snakemake(tree, "-n", *NATIVE, *given)
+    assert code == 0, output
+    return output
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [(1, 8), (2, 4)])
+def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path: Path, gpus: int, threads: int) -> None:
+    """Each job asks for its session alone, of which one runs at a time, and for its share of the cores."""
+    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    benches = re.findall(r"^rule bench:\n((?: .*\n)+)", planned_on(tree, gpus, "h200-options"), re.M)
+    config = load_config(tree / "workflow/presets/h200-options.yaml", tree)
+    assert len(benches) == workflow_steps(config, None, on_gpu=True)["bench"]
+    for told in benches:
+        session = re.search(r"-s(\d)/job\.json", told)
+        assert session and f"session{session[1]}=1" in told
+        assert sum(f"session{n}=1" in told for n in (1, 2, 3)) == 1
+        assert f"threads: {threads}\n" in told
+
+
+@pytest.mark.parametrize(("gpus", "threads"), [(1, 8), (2, 4)])
+def test_four_scorings_share_a_gpu(fresh: Path, tmp_path: Path, gpus: int, threads: int) -> None:
+    """But for vLLM's, which claims memory as if it were alone."""
+    tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    scored = re.findall(r"^rule quality:\n((?: .*\n)+)", planned_on(tree, gpus, "h200-lora"), re.M)
+    assert len(scored) == len(targets(load_config(tree / "workflow/presets/h200-lora.yaml")))
+    alone = ["-vllm-" in told for told in scored]
+    assert any(alone) and not all(alone)
+    for told, apart in zip(scored, alone, strict=True):
+        shown = re.search(r"threads: (\d+)", told)  # one is not shown
+        assert int(shown[1] if shown else 1) == (threads if apart else threads // 4)
+        assert f"gpu={int(apart)}" in told
 
 
 def test_with_several_gpus_a_seed_keeps_to_one_of_them(fresh: Path, tmp_path: Path) -> None:
     tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
-    common = tree / "workflow/rules/common.smk"
-    common.write_text(common.read_text().replace("DEVICE = provenance.device_class()", 'DEVICE = "NVIDIA H200"'))
-    given = ("--cores", "8", "--resources", "gpu=2", "--config", "preset=h200-grpo")
-    code, output = snakemake(tree, "-n", *NATIVE, *given)
-    assert code == 0, output
+    output = planned_on(tree, 2, "h200-grpo")
     runs = re.findall(r"^rule grpo:\n((?: .*\n)+)", output, re.M)
     assert len(runs) == len(grpo_targets(load_config(tree / "workflow/presets/h200-grpo.yaml")))
     for told in runs:

@@ -155,6 +155,17 @@ def test_every_option_starts_from_the_defaults() -> None:
     assert expand(Config.model_validate(config.model_dump(mode="json"))) == expand(config)
 
 
+def test_the_baseline_of_an_experiment_is_one_of_its_options() -> None:
+    use = [{"backend": "flex", "options": ["default", "prescale"]}]
+    options = {"prescale": {"flex": {"page_size": 16}}, "other": {}}
+    config = parse_config(
+        minimal(options=options, experiments={"one": experiment(backends=use, baseline="prescale")}),
+    )
+    assert config.experiments["one"].baseline == "prescale"
+    with pytest.raises(FlexrollError, match=r"experiments\.one\.baseline: unknown option of the experiment 'other'"):
+        parse_config(minimal(options=options, experiments={"one": experiment(backends=use, baseline="other")}))
+
+
 def test_an_experiment_may_have_sessions_of_its_own() -> None:
     config = parse_config(
         minimal(

@@ -299,6 +299,16 @@ def test_without_a_compiler_the_engine_warns_and_runs_eagerly(qwen3, monkeypatch
     assert ids(engine.generate(prompts, GREEDY)) == reference_greedy(qwen3, prompts, 12)
 
 
+def test_eager_prefill_passes_are_small(qwen3):
+    """Uncompiled flex_attention holds a score for each head, query and position of the pool."""
+    assert tiny_engine(qwen3).max_prefill_tokens == 256
+    assert tiny_engine(qwen3, max_prefill_tokens=512).max_prefill_tokens == 512
+    engine = tiny_engine(qwen3, max_model_len=352, max_batch=2)
+    prompts = prompts_of(300, 40)
+    made = engine.generate(prompts, GREEDY)
+    assert engine.stats.prefill_tokens == 338 and ids(made) == reference_greedy(qwen3, prompts, 12)
+
+
 def test_a_gpu_kernel_block_divides_that_of_the_mask():
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     for page, block in ((16, 16), (32, 32), (64, 64), (128, 64), (256, 64)):

@@ -11,6 +11,7 @@ import pytest
 for name in ("jinja2", "matplotlib", "pandas"):
     pytest.importorskip(name)
 
+import report_runs
 import synthetic
 from flexroll.analysis.model import QualityRow
 from flexroll.analysis.quality import read_qualities
@@ -373,6 +374,33 @@ def test_correctness_stands_after_options_and_only_where_it_was_asked_for(tmp_pa
     assert "Correctness" not in plain
     assert not [name for name, body in sections(plain).items() if "dmissible" in body and name != "Claims"]
     assert 'id="correctness"' not in page(tmp_path / "plain", REPORT).read_text()
+
+
+@pytest.mark.parametrize(("baseline", "base"), [(None, "default"), ("page128", "page128"), ("eager", "default")])
+def test_gains_are_told_over_the_baseline_of_the_experiment(tmp_path, baseline, base):
+    """Where it has no result, over `default`."""
+    experiments = report_runs.config().model_dump(mode="json", exclude_unset=True)["experiments"]
+    config = report_runs.config(experiments=experiments | {"options": experiments["options"] | {"baseline": baseline}})
+
+    def record(cell):
+        if cell.option == "eager":
+            return synthetic.record(cell, status="failed", reason="no g++", rounds=[], samples=[])
+        return synthetic.record(cell, (100.0 * report_runs.GAIN.get(cell.option, 1.0),) * 3)
+
+    synthetic.write_run(tmp_path, config, record)
+    analyse(config, tmp_path, REPORT / "claims.yaml")
+    document = render(config, tmp_path, REPORT).read_text()
+    rows = {
+        cells[1].strip(" `"): cells
+        for line in sections(document)["Options"].splitlines()
+        if (cells := line.split("|"))[0] == "" and len(cells) > 5
+    }
+    place = next(n for n, cell in enumerate(rows["Option"]) if cell.strip() == "Gain")
+    told = {name: row[place].strip() for name, row in rows.items() if name in ("default", *report_runs.GAIN)}
+    gains = {name: report_runs.GAIN.get(name, 1.0) for name in ("default", "page32", "page128")}
+    for name, gain in gains.items():
+        assert told[name].startswith("baseline" if name == base else f"{(gain / gains[base] - 1) * 100:+.1f} %")
+    assert told["eager"] == "–"
 
 
 def test_an_option_that_is_not_admissible_gains_nothing(tmp_path):

@@ -228,7 +228,7 @@ def _combine(identity: dict[str, Any], group: list[CellRow], config: Config) -> 
         coherent=_over(ok, "coherent", all),
         perplexity=_over(ok, "perplexity", median),
         start_s=_over(ok, "start_s", median),
-        devices=sorted({row.device for row in ok if row.device}),
+        devices=sorted({row.device for row in basis if row.device}),
         device_uuids=sorted({row.device_uuid for row in ok if row.device_uuid}),
         on_gpu=_over(ok, "on_gpu", all),
         prompts_sha256=ok[0].prompts_sha256 if ok else "",

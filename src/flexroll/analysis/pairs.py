@@ -1,8 +1,9 @@
-"""Which configurations are set against which: every result against vLLM, every option and stack against the first."""
+"""Which configurations are set against which: every result against vLLM, every option and stack against another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from flexroll.analysis.blocks import paired_ratio
 from flexroll.analysis.model import CellRow, Configuration, Pair, Result
@@ -25,12 +26,17 @@ def sessions_by_key(cells: Iterable[CellRow]) -> dict[Key, list[CellRow]]:
     return found
 
 
-def make_pairs(results: Sequence[Result], cells: Iterable[CellRow]) -> list[Pair]:
+def make_pairs(
+    results: Sequence[Result], cells: Iterable[CellRow], baselines: Mapping[str, str | None] = MappingProxyType({})
+) -> list[Pair]:
     """Every comparison of the report, in the order of the results.
 
     vllm: against vLLM at the same work, LoRA against LoRARequest before merged weights; with another sampling where
-    vLLM has no result with the same, as the published tables pair them. option: against `default` of the same setting,
-    or its first option. stack: against the same configuration on the first stack.
+    vLLM has no result with the same, as the published tables pair them. option: in the same setting, against the
+    baseline that the experiment names, else `default`, else the first option. stack: against the same configuration on
+    the first stack.
+
+    baselines: options by experiment.
     """
     sessions = sessions_by_key(cells)
     pairs: list[Pair] = []
@@ -38,7 +44,9 @@ def make_pairs(results: Sequence[Result], cells: Iterable[CellRow]) -> list[Pair
         if result.status != "ok":
             continue
         wanted = [("vllm", other) for other in _vllm(result, results)]
-        wanted += [("option", base) for base in [_base_option(result, results)] if base]
+        wanted += [
+            ("option", base) for base in [_base_option(result, results, baselines.get(result.experiment))] if base
+        ]
         wanted += [("stack", base) for base in [_first_stack(result, results)] if base]
         for kind, other in wanted:
             across = ("sampling",) if kind == "vllm" and other.sampling != result.sampling else ()
@@ -73,11 +81,11 @@ def _vllm(result: Result, results: Sequence[Result]) -> list[Result]:
     return sorted(same or found, key=lambda r: adapters.index(r.adapter))
 
 
-def _base_option(result: Result, results: Sequence[Result]) -> Result | None:
+def _base_option(result: Result, results: Sequence[Result], baseline: str | None) -> Result | None:
     if result.section not in OPTION_SECTIONS:
         return None
-    found = [other for other in results if other.status == "ok" and _same(result, other, "option")]
-    base = next((other for other in found if other.option == BASE_OPTION), found[0])
+    found = {other.option: other for other in results if other.status == "ok" and _same(result, other, "option")}
+    base = next((found[name] for name in (baseline, BASE_OPTION) if name in found), next(iter(found.values())))
     return None if base.option == result.option else base
 
 

@@ -55,7 +55,7 @@ def analyse(config: Config, results_dir: Path, claims_path: Path, stacks: Iterab
         left_out=left_out,
         cells=rows,
         results=results,
-        pairs=make_pairs(results, rows),
+        pairs=make_pairs(results, rows, {key: one.baseline for key, one in config.experiments.items()}),
         environments=collect.environments_by_stack(environments, chosen, of_grpo),
         drift=drift,
         quality=quality,

@@ -62,7 +62,8 @@ class Engine:
         kv_tokens: capacity of the KV pool; default max_batch * max_model_len, at which nothing is ever preempted.
         page_size: tokens a page, a power of two.
         max_prefill_tokens: prompt tokens of one prefill pass, between two decode steps; longer prompts go in chunks.
-            Default 8192 on a GPU, 2048 on a CPU.
+            Default 8192 on a GPU, 2048 on a CPU, 256 for flex_attention uncompiled, which holds 8 bytes for each head,
+            query and position of the pool (96 GiB for 8192 queries, 32 heads and 49,216 positions).
         buckets: batch sizes that decode steps are padded to. Default: powers of two up to max_batch; with attention
             triton, where a bucket costs no compilation, from 8 on four to an octave; on the CPU max_batch alone, where
             a padded row is cheaper than another compilation.
@@ -101,7 +102,6 @@ class Engine:
         self._on_gpu = self.device.type == "cuda"
         if o.attention == "triton" and not self._on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise FlexrollError("attention 'triton' needs a GPU; leave it out, or choose flex")
-        self.max_prefill_tokens = max(1, o.max_prefill_tokens or (8192 if self._on_gpu else 2048))
         self._kernel_options = {
             "decode": self._options_of("decode", o.decode_kernel_options or {}, weights.dtype),
             "prefill": self._options_of("prefill", o.prefill_kernel_options or {}, weights.dtype),
@@ -206,6 +206,8 @@ class Engine:
         self.buckets = buckets_for(max_batch, o.buckets, self._on_gpu, paged)
         # What flex_attention alone heeds keeps prefill on it.
         flex_prefill = not paged or bool(o.prefill_kernel_options) or o.prefill_mask != "logical"
+        default = 256 if flex_prefill and not self.compiled else 8192 if self._on_gpu else 2048
+        self.max_prefill_tokens = max(1, o.max_prefill_tokens or default)
         self._prefill = Prefill(self.decoder, self.cache, flex if flex_prefill else None, self.max_prefill_tokens)
         forward_mode = o.compile_mode if o.compile_forward and self.compiled else None
         self._steps = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flexroll.analysis.model import Analysis, Comparison, Pair, Result
-from flexroll.analysis.pairs import BASE_OPTION, key_of, version
+from flexroll.analysis.pairs import key_of, version
 from flexroll.analysis.quality import is_inadmissible
 from flexroll.report import quality, text
 from flexroll.report.text import NONE, Table, cell
@@ -166,24 +166,25 @@ def _best(ok: list[Result], group: list[Result], analysis: Analysis) -> Best:
 
 
 def options_table(analysis: Analysis, existing: set[str], section: str = "options") -> Table:
-    """Every option of a section against `default` of the same setting, or the first one."""
-    rows = []
+    """Every option of a section against the baseline of its setting."""
+    rows, defaults = [], Option.model_validate(analysis.config.get("defaults", {}))
     for group in varied(analysis, section).values():
-        base = next((r for r in group if r.option == BASE_OPTION), None)
         for r in group:
             against = next(iter(pairs_of(r, analysis, "option")), None)
+            without = "baseline" if r.status == "ok" else NONE
             rows.append(
                 {
                     "Backend": text.series_label(r.backend, r.adapter),
                     "Batch": str(r.batch),
                     "Sampling": r.sampling,
                     "Stack": r.stack,
+                    "Experiment": f"`{r.experiment}`",
                     "Option": f"`{cell(r.option)}`",
-                    "Sets": _sets(r, base),
+                    "Sets": _sets(r, defaults),
                     "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
                     "95 % interval": text.interval(r.tps_low, r.tps_high),
                     "tok/s, best": text.rate(r.tps_best),
-                    "Gain": gain(against.comparison) if against else NONE,
+                    "Gain": gain(against.comparison) if against else without,
                     "Verdict": against.comparison.verdict if against else NONE,
                     "Admissible": quality.admissible(r, analysis),
                     "Text": judged_text(r, analysis),
@@ -191,14 +192,15 @@ def options_table(analysis: Analysis, existing: set[str], section: str = "option
                     "Raw": text.links(r.files, existing),
                 }
             )
-    left = frozenset({"Backend", "Sampling", "Stack", "Option", "Sets", "Verdict", "Admissible", "Text", "Raw"})
-    return Table(rows, left).without_empty().without_constant("Backend", "Batch", "Sampling", "Stack")
+    left = frozenset(
+        {"Backend", "Sampling", "Stack", "Experiment", "Option", "Sets", "Verdict", "Admissible", "Text", "Raw"}
+    )
+    return Table(rows, left).without_empty().without_constant("Backend", "Batch", "Sampling", "Stack", "Experiment")
 
 
-def _sets(result: Result, base: Result | None) -> str:
-    """The option's values that differ from default's, as measured or, where that was not, as the backend has it."""
-    plain = base.option_values if base else Option().for_backend(result.backend)
-    before = _flat(plain)
+def _sets(result: Result, defaults: Option) -> str:
+    """The option's values that differ from those of `default`."""
+    before = _flat(defaults.for_backend(result.backend))
     changed = [
         f"{key}={json.dumps(value)}" for key, value in _flat(result.option_values).items() if before.get(key) != value
     ]

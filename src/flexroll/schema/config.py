@@ -105,6 +105,11 @@ class Experiment(Strict):
     slots: int | None = Field(None, ge=1, description="Sequences that run at once, the rest wait; default: the batch.")
     max_model_len: int | None = Field(None, ge=16, description="Overrides the run's max_model_len.")
     sampling: str = "greedy"
+    baseline: str | None = Field(
+        None,
+        description="The option that gains are told over, in sections options and tried; default: `default`, else "
+        "the first.",
+    )
     vary_prompts: bool = Field(
         False, description="A round takes the next prompts of the list, round and round, instead of the same ones."
     )
@@ -246,6 +251,9 @@ class Config(Strict):
                     if name != "default":
                         known(name, self.options, "option", where)
                 self._check_use(experiment, use, where)
+            if experiment.baseline is not None:
+                named = dict.fromkeys(name for use in experiment.backends for name in use.options)
+                known(experiment.baseline, named, "option of the experiment", f"{where}.baseline")
             room, needed = self.length_of(experiment), longest(experiment.new_tokens)
             if self.prompts.source != "random" and needed >= room:
                 raise ValueError(f"{where}: new_tokens {needed} leaves no room for a prompt in max_model_len {room}")

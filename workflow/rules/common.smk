@@ -163,8 +163,11 @@ try:
     DEVICE = provenance.device_class()
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
     # Snakemake starts the job of the highest number first.
-    PRIORITY = {job.name: n for n, job in enumerate(reversed(measuring_order(JOBS.values(), CONFIG.seed)), 1)}
-    FIRST = len(JOBS) + 1  # inputs and warm-ups: a job that waited for them would leave its block
+    TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
+    # Trainings last, seed by seed in the order of the config, so that a run cut short can be compared.
+    ORDER = [*measuring_order(JOBS.values(), CONFIG.seed), *sorted(TRAININGS.values(), key=lambda target: target.seed)]
+    PRIORITY = {one.name: n for n, one in enumerate(reversed(ORDER), 1)}
+    FIRST = len(ORDER) + 1  # inputs and warm-ups: a job that waited for them would leave its block
     CORES = cores_of_a_measurement()
     SESSIONS = lanes("session", {name: job.session for name, job in JOBS.items()})
     KEYS = {name: provenance.job_key(ROOT, job, DEVICE) for name, job in JOBS.items()}
@@ -176,7 +179,6 @@ try:
     SCORED = f"work/{RUN}/quality" if own_model(CONFIG) else f"work/{RUN}"  # the model that is scored, and its prompts
     SEATS = {name: seats(CONFIG, target, DEVICE) for name, target in TARGETS.items()}
     QUALITY_KEYS = {name: quality_key(ROOT, target, CONFIG, DEVICE) for name, target in TARGETS.items()}
-    TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
     SEEDS = lanes("seed", {name: target.seed for name, target in TRAININGS.items()})
     TRAINING_KEYS = {name: grpo_key(ROOT, target, CONFIG, DEVICE) for name, target in TRAININGS.items()}
     LOCKS = {stack: provenance.lock_hash(ROOT, stack, DEVICE) for stack in STACKS}

@@ -34,6 +34,7 @@ if TRAININGS:
             f"results/{RUN}/grpo/{{training}}.json",
         log:
             f"{LOGS}/grpo-{{training}}.log",
+        priority: lambda wildcards: PRIORITY[wildcards.training]
         container:
             lambda wildcards: image(TRAININGS[wildcards.training].stack)
         # All cores: two measurements side by side spoil both.

@@ -274,4 +274,5 @@ def test_a_preset_judges_the_claims_it_is_there_for(tmp_path, name):
         claim: verdict for claim, (verdict, _) in wanted.items()
     }
     for claim, (_, raw) in wanted.items():
+        assert H200 in found[claim].device, claim  # a cell that failed was on a device too
         assert found[claim].files and found[claim].files[0].startswith(raw), (claim, found[claim].files)

@@ -379,9 +379,11 @@ def planned_on(tree: Path, gpus: int, preset: str) -> str:
 def test_with_several_gpus_a_session_keeps_to_one_of_them(fresh: Path, tmp_path: Path, gpus: int, threads: int) -> None:
     """Each job asks for its session alone, of which one runs at a time, and for its share of the cores."""
     tree = Path(shutil.copytree(fresh, tmp_path / "tree"))
+    preset = tree / "workflow/presets/h200-options.yaml"
+    preset.write_text(preset.read_text().replace("repeats: {sessions: 1", "repeats: {sessions: 3"))
     benches = re.findall(r"^rule bench:\n((?: .*\n)+)", planned_on(tree, gpus, "h200-options"), re.M)
-    config = load_config(tree / "workflow/presets/h200-options.yaml", tree)
-    assert len(benches) == workflow_steps(config, None, on_gpu=True)["bench"]
+    assert len(benches) == workflow_steps(load_config(preset, tree), None, on_gpu=True)["bench"]
+    assert {session for told in benches for session in re.findall(r"-s(\d)/job\.json", told)} == {"1", "2", "3"}
     for told in benches:
         session = re.search(r"-s(\d)/job\.json", told)
         assert session and f"session{session[1]}=1" in told

@@ -368,7 +368,7 @@ def test_coverage_and_false_alarms_over_seeds(tmp_path: Path) -> None:
         folder = tmp_path / str(seed)
         synthetic.write_run(folder, matrix, lambda cell, seed=seed: record(cell, seed))
         cells, _ = collect.collect(matrix, folder)
-        for pair in make_pairs(collect.combine(cells, matrix), cells):
+        for pair in make_pairs(collect.combine(cells, matrix), cells, {}):
             true, found = planted(pair), pair.comparison
             held.append(found.low <= true <= found.high)
             if expected(true) == "no difference shown":

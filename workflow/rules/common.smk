@@ -162,10 +162,10 @@ try:
     os.environ.update(FLEXROLL_STACKS=",".join(STACKS))  # for the progress that a job tells
     DEVICE = provenance.device_class()
     JOBS = {job.name: job for job in jobs(expand(CONFIG, ONLY))}
-    # Snakemake starts the job of the highest number first.
     TRAININGS = {target.name: target for target in grpo_targets(CONFIG, ONLY)}
     # Trainings last, seed by seed in the order of the config, so that a run cut short can be compared.
     ORDER = [*measuring_order(JOBS.values(), CONFIG.seed), *sorted(TRAININGS.values(), key=lambda target: target.seed)]
+    # Snakemake starts the job of the highest number first.
     PRIORITY = {one.name: n for n, one in enumerate(reversed(ORDER), 1)}
     FIRST = len(ORDER) + 1  # inputs and warm-ups: a job that waited for them would leave its block
     CORES = cores_of_a_measurement()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 
 from flexroll.analysis.blocks import paired_ratio
 from flexroll.analysis.model import CellRow, Configuration, Pair, Result
@@ -26,9 +25,7 @@ def sessions_by_key(cells: Iterable[CellRow]) -> dict[Key, list[CellRow]]:
     return found
 
 
-def make_pairs(
-    results: Sequence[Result], cells: Iterable[CellRow], baselines: Mapping[str, str | None] = MappingProxyType({})
-) -> list[Pair]:
+def make_pairs(results: Sequence[Result], cells: Iterable[CellRow], baselines: Mapping[str, str | None]) -> list[Pair]:
     """Every comparison of the report, in the order of the results.
 
     vllm: against vLLM at the same work, LoRA against LoRARequest before merged weights; with another sampling where
@@ -36,7 +33,7 @@ def make_pairs(
     baseline that the experiment names, else `default`, else the first option. stack: against the same configuration on
     the first stack.
 
-    baselines: options by experiment.
+    baselines: by experiment, the option that it names, or None.
     """
     sessions = sessions_by_key(cells)
     pairs: list[Pair] = []
@@ -44,10 +41,9 @@ def make_pairs(
         if result.status != "ok":
             continue
         wanted = [("vllm", other) for other in _vllm(result, results)]
-        wanted += [
-            ("option", base) for base in [_base_option(result, results, baselines.get(result.experiment))] if base
-        ]
-        wanted += [("stack", base) for base in [_first_stack(result, results)] if base]
+        option = _base_option(result, results, baselines.get(result.experiment))
+        bases = (("option", option), ("stack", _first_stack(result, results)))
+        wanted += [(kind, base) for kind, base in bases if base]
         for kind, other in wanted:
             across = ("sampling",) if kind == "vllm" and other.sampling != result.sampling else ()
             over, under = Configuration(**_fields(result)), Configuration(**_fields(other))

@@ -171,7 +171,8 @@ def options_table(analysis: Analysis, existing: set[str], section: str = "option
     for group in varied(analysis, section).values():
         for r in group:
             against = next(iter(pairs_of(r, analysis, "option")), None)
-            without = "baseline" if r.status == "ok" else NONE
+            # What has a result and no pair is what the others are held against.
+            alone = "baseline" if r.status == "ok" else NONE
             rows.append(
                 {
                     "Backend": text.series_label(r.backend, r.adapter),
@@ -184,7 +185,7 @@ def options_table(analysis: Analysis, existing: set[str], section: str = "option
                     "tok/s, median": text.rate(r.tps) if r.status == "ok" else r.status,
                     "95 % interval": text.interval(r.tps_low, r.tps_high),
                     "tok/s, best": text.rate(r.tps_best),
-                    "Gain": gain(against.comparison) if against else without,
+                    "Gain": gain(against.comparison) if against else alone,
                     "Verdict": against.comparison.verdict if against else NONE,
                     "Admissible": quality.admissible(r, analysis),
                     "Text": judged_text(r, analysis),

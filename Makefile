@@ -43,8 +43,11 @@ test:
 	@$(SETUP) --all
 	@status=0; \
 	echo "[test] driver environment"; .venv/bin/python -m pytest -q || status=1; \
-	echo "[test] torch2.9.1"; .stacks/torch2.9.1/bin/python -m pytest -q -m "not slow" || status=1; \
-	echo "[test] torch2.11"; .stacks/torch2.11/bin/python -m pytest -q || status=1; \
+	echo "[test] torch2.11, and beside it torch2.9.1, whose output follows"; \
+	.stacks/torch2.9.1/bin/python -m pytest -q -m "not slow" > .cache/test-torch2.9.1.log 2>&1 & other=$$!; \
+	.stacks/torch2.11/bin/python -m pytest -q || status=1; \
+	wait $$other || status=1; \
+	echo "[test] torch2.9.1"; cat .cache/test-torch2.9.1.log; \
 	exit $$status
 
 driver:

@@ -1,6 +1,9 @@
-"""Inductor's checks of instruction sets: what was answered with yes is asked once."""
+"""What depends on the CPU's instruction sets: Inductor's checks of them, and which compiled code can be loaded."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -59,3 +62,10 @@ def test_a_torch_that_asks_otherwise_is_left_alone(monkeypatch):
     before = cpu_vec_isa.VecISA.check_build
     remember_checks()
     assert cpu_vec_isa.VecISA.check_build is before
+
+
+def test_the_compiled_code_of_this_stack_loads_on_this_cpu():
+    """As the self-test of an image asks: of several builds of an extension, the one that this CPU can run."""
+    code = "import json; from flexroll.images import selftest; print(json.dumps(selftest.library_problems()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["[]"]), done.stderr[-2000:]

@@ -48,7 +48,8 @@ case $1 in
     printf '%s\\n' "${BUILD:-built}"
     [ "${CODE:-0}" = 0 ] || exit "$CODE"
     printf sha256:%064d "${ID:-1}" > "$2" ;;
-  run) printf '%s\\n' "$TEST"; [ -z "${WRONG:-}" ] || { echo "$WRONG" >&2; exit 1; } ;;
+  run) printf '%s\\n' "$TEST"; [ -z "${WRONG:-}" ] || { echo "$WRONG" >&2; exit 1; }
+    [ -z "${STOPPED:-}" ] || exit $((128 + STOPPED)) ;;
 esac
 """
 
@@ -111,6 +112,7 @@ def test_what_is_current_is_left_alone(tree, monkeypatch):
         ({"CODE": "125", "BUILD": "one\nError: hash mismatch for torch"}, "failed: Error: hash mismatch for torch"),
         ({"CODE": "kill"}, r"was stopped \(signal 9\); run `make images` again"),
         ({"WRONG": "torch.compile fails: no g\\+\\+"}, r"fails its self-test: torch.compile fails"),
+        ({"STOPPED": "4"}, "fails its self-test: stopped by SIGILL$"),
     ],
 )
 def test_a_build_that_fails_leaves_the_old_record_and_one_line(tree, monkeypatch, env, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -110,7 +111,10 @@ def _build(root: Path, name: str, kind: str, runtime: str, version: str, base: s
 def _self_test(maker: Oci | Apptainer, built: Built, name: str, kind: str, inputs: dict[str, str]) -> dict:
     done = maker.run(built, [PYTHON, "-P", "-m", "flexroll.images.selftest", name, kind, json.dumps(inputs)])
     if done.returncode:
-        raise FlexrollError(f"the image of {name} fails its self-test: {last_line(done.stderr)}")
+        number = -done.returncode if done.returncode < 0 else done.returncode - 128  # a runtime passes signals on so
+        stopped = number in set(signal.Signals)
+        why = f"stopped by {signal.Signals(number).name}" if stopped else last_line(done.stderr)
+        raise FlexrollError(f"the image of {name} fails its self-test: {why}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

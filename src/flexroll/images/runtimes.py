@@ -189,7 +189,7 @@ class Apptainer:
 
     def run(self, built: Built, command: list[str]) -> subprocess.CompletedProcess:
         line = ["apptainer", "exec", "--cleanenv", "--containall", "--no-home"]
-        line += ["--bind", f"{self.root / 'src'}:/flexroll/src:ro", "--env", "FLEXROLL_ROOT=/flexroll,HOME=/tmp"]
+        line += ["--bind", f"{self.root / 'src'}:/flexroll/src:ro", "--env", "FLEXROLL_ROOT=/flexroll"]
         line += ["--env", "PYTHONPATH=/flexroll/src", "--env", "PYTHONDONTWRITEBYTECODE=1"]
         return subprocess.run([*line, str(self.root / built.reference), *command], capture_output=True, text=True)
 

@@ -22,7 +22,6 @@ from flexroll.provenance import differing
 
 # What a build must not leave behind.
 LEFTOVERS = ("/run/secrets/ca.crt", "/root/.cache", "/var/cache/uv/*", "/inputs/*", "/etc/pip.conf", "/root/.netrc")
-EXTENSIONS = {"vllm": "vllm._C", "bitsandbytes": "bitsandbytes"}
 
 
 def contents() -> dict[str, Any]:
@@ -96,16 +95,31 @@ def stack_problems() -> list[str]:
     return library_problems()
 
 
+def extensions() -> list[str]:
+    """The modules that load the packages' compiled code.
+
+    vLLM's CPU build of 0.26 has one for each instruction set, and this CPU would stop at another's first instruction
+    (SIGILL); its `vllm._C` is the one for AVX-512 with bfloat16.
+    """
+    import torch
+
+    found = [name for name in ("bitsandbytes",) if importlib.util.find_spec(name)]
+    if importlib.util.find_spec("vllm"):
+        own = f"vllm._C_{torch.backends.cpu.get_cpu_capability()}"
+        found.append(own if importlib.util.find_spec(own) else "vllm._C")
+    return found
+
+
 def library_problems() -> list[str]:
     """Compiled extensions that miss a system library: vLLM only warns of it, and fails when it starts."""
     found = []
-    for package, extension in EXTENSIONS.items():
-        if importlib.util.find_spec(package):
-            try:
-                importlib.import_module(extension)
-            except ImportError as error:
-                if "libcuda" not in str(error):  # comes from the host's driver
-                    found.append(f"{extension} does not load: {error}")
+    for extension in extensions():
+        try:
+            importlib.import_module(extension)
+        except ImportError as error:
+            # libcuda comes from the host's driver; an extension under another name than its own has loaded by then.
+            if not any(text in str(error) for text in ("libcuda", "does not define module export function")):
+                found.append(f"{extension} does not load: {error}")
     return found
 
 

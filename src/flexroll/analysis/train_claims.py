@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 
-from flexroll.analysis.claims_run import Measured, NotRunError, Run, unfit
+from flexroll.analysis.claims_run import Measured, NotRunError, Run, devices, unfit
 from flexroll.analysis.claims_verdict import hold_against
 from flexroll.analysis.grpo import chosen
 from flexroll.analysis.model import GrpoRow, GrpoRun, PublishedTraining, VerdictRow
@@ -112,7 +112,7 @@ def _fill(row: VerdictRow, sides: list[GrpoRow], measured: Measured) -> None:
 def _where(row: VerdictRow, sides: list[GrpoRow]) -> None:
     runs = [run for side in sides for run in side.ok]
     row.files = [run.file for run in runs]
-    row.device = ", ".join(sorted({device for side in sides for device in side.devices})) or "an unknown device"
+    row.device = devices(sides)
 
 
 def _fits(claim: AbsoluteClaim | RatioClaim, claims: ClaimsFile, run: Run, sides: list[GrpoRow]) -> None:

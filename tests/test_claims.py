@@ -155,7 +155,7 @@ def test_ratio_verdicts(tmp_path: Path, flex: tuple[float, ...], value: float, d
     assert row.verdict == expected
 
 
-def test_ratio_of_different_cards_or_prompts_is_not_run(tmp_path: Path) -> None:
+def test_ratio_of_different_cards_prompts_or_lengths_is_not_run(tmp_path: Path) -> None:
     config = qwen()
 
     def make(cell: Cell) -> Record:
@@ -169,6 +169,12 @@ def test_ratio_of_different_cards_or_prompts_is_not_run(tmp_path: Path) -> None:
     same = [r.model_copy(update={"device_uuids": ["GPU-1"], "prompts_sha256": r.backend}) for r in results]
     row = judge(file.claims[0], file, Run(config.model.name, "local", same, [], []))
     assert row.verdict == "not run" and "different prompts" in row.reason
+    same = [r.model_copy(update={"device_uuids": ["GPU-1"]}) for r in results]
+    longer = [r.model_copy(update={"new_tokens": 99}) if r.backend == "vllm" else r for r in same]
+    for claim, judged in ((RATIO, False), (RATIO | {"metric": "memory_gb"}, True)):
+        file = claims(claim)
+        row = judge(file.claims[0], file, Run(config.model.name, "local", longer, [], []))
+        assert (row.verdict != "not run") is judged and ("against 99 new tokens" in row.reason) is not judged
 
 
 def test_failed_missing_and_absent_cells_say_why(tmp_path: Path) -> None:

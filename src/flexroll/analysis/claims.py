@@ -36,6 +36,7 @@ from flexroll.schema.claims import (
 
 DRIFT_METRICS, DRIFT_FACTS = get_args(DriftMetric), get_args(DriftFact)
 QUALITY_METRICS = get_args(QualityMetric)
+RATES = ("tps", "decode_tps", "round_s")  # the longer sequences are, the less a prefill weighs in them
 FIELDS = {"best": "best", "median": "median", "slowest": "min"}
 
 
@@ -165,6 +166,8 @@ def _pair(claim: RatioClaim | DifferenceClaim, claims: ClaimsFile, run: Run, row
         raise NotRunError("the two sides ran on different devices, and cards of one model differ")
     if over.prompts_sha256 != under.prompts_sha256:
         raise NotRunError("the two sides ran on different prompts")
+    if claim.metric in RATES and over.new_tokens != under.new_tokens:
+        raise NotRunError(f"the two sides did different work: {over.new_tokens} against {under.new_tokens} new tokens")
     if claim.kind == "difference":
         measured = Measured(a.value - b.value, a.low - b.high, a.high - b.low)
     else:

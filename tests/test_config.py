@@ -31,6 +31,7 @@ PRESETS = (
     "grpo-curve",
     "h200-engine",
     "h200-options",
+    "h200-options-rest",
     "h200-lora",
     "h200-grpo",
     "h200-grpo-curves",

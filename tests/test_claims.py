@@ -171,10 +171,11 @@ def test_ratio_of_different_cards_prompts_or_lengths_is_not_run(tmp_path: Path) 
     assert row.verdict == "not run" and "different prompts" in row.reason
     same = [r.model_copy(update={"device_uuids": ["GPU-1"]}) for r in results]
     longer = [r.model_copy(update={"new_tokens": 99}) if r.backend == "vllm" else r for r in same]
+    why = f"the two sides did different work: new_tokens {results[0].new_tokens} against 99"
     for claim, judged in ((RATIO, False), (RATIO | {"metric": "memory_gb"}, True)):
         file = claims(claim)
         row = judge(file.claims[0], file, Run(config.model.name, "local", longer, [], []))
-        assert (row.verdict != "not run") is judged and ("against 99 new tokens" in row.reason) is not judged
+        assert (row.verdict != "not run") is judged and (row.reason == why) is not judged
 
 
 def test_failed_missing_and_absent_cells_say_why(tmp_path: Path) -> None:

@@ -114,12 +114,13 @@ def _mismatch(a: CellRow, b: CellRow, across: Collection[str]) -> str | None:
         return "the two sides ran on different prompts"
     if a.workload is None or b.workload is None:
         return "a record does not tell what a round did"
-    pairs = {name: (getattr(a.workload, name), getattr(b.workload, name)) for name in Workload.model_fields}
-    differ = [
-        f"{name} {mine} against {theirs}"
-        for name, (mine, theirs) in pairs.items()
-        if mine != theirs and name not in across
-    ]
+    return different_work(a.workload, b.workload, [name for name in Workload.model_fields if name not in across])
+
+
+def different_work(a: object, b: object, names: Iterable[str]) -> str | None:
+    """Why rates of two sides do not compare, by those fields of what each did, or None."""
+    pairs = ((name, getattr(a, name), getattr(b, name)) for name in names)
+    differ = [f"{name} {mine} against {theirs}" for name, mine, theirs in pairs if mine != theirs]
     return f"the two sides did different work: {', '.join(differ)}" if differ else None
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from flexroll.analysis.blocks import paired_ratio
+from flexroll.analysis.blocks import different_work, paired_ratio
 from flexroll.analysis.claims_cells import check_reason, judge_cells
 from flexroll.analysis.claims_quality import judge_admissible, measure_kl_times
 from flexroll.analysis.claims_run import TRAINING, Measured, NotRunError, Run, check_run, devices, foreign, unfit
@@ -166,8 +166,9 @@ def _pair(claim: RatioClaim | DifferenceClaim, claims: ClaimsFile, run: Run, row
         raise NotRunError("the two sides ran on different devices, and cards of one model differ")
     if over.prompts_sha256 != under.prompts_sha256:
         raise NotRunError("the two sides ran on different prompts")
-    if claim.metric in RATES and over.new_tokens != under.new_tokens:
-        raise NotRunError(f"the two sides did different work: {over.new_tokens} against {under.new_tokens} new tokens")
+    different = different_work(over, under, ["new_tokens"]) if claim.metric in RATES else None
+    if different:
+        raise NotRunError(different)
     if claim.kind == "difference":
         measured = Measured(a.value - b.value, a.low - b.high, a.high - b.low)
     else:
